@@ -24,8 +24,8 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Keep
 from proxy.health import Degradations
-from proxy.llama.client import LlamaServer, new_session
-from proxy.llama.routes import Target, parse_aliases
+from proxy.llama.client import LlamaServer, Target, new_session
+from proxy.llama.routes import parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
@@ -262,7 +262,6 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     rules = {str(process.rule) for process in processes if process.can_cache}
     for kind in RuleKind:
         metrics.rule.labels(kind).set(str(kind) in rules)
-    metrics.rule_end_tokens.set(highest(p.rule.end_holds_from for p in processes))
     for position, label in POSITION_LABELS.items():
         speed = highest(p.rates.tokens_per_second(position) for p in processes)
         metrics.evaluation_tokens_per_second.labels(label).set(speed)

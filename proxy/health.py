@@ -151,7 +151,7 @@ class Degradations:
         self._note_change(before)
 
     def _kinds(self, where: str) -> frozenset[DegradationKind]:
-        return frozenset(kind for place, kind in self._active if place == where)
+        return frozenset(kind for server, kind in self._active if server == where)
 
     def _note_change(self, before: State) -> None:
         if (state := self.state) is not before:

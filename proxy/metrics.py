@@ -231,8 +231,6 @@ class Metrics:
     """
     rule = _gauge(rule=RuleKind)
     """1 for what a restored state is good for on this model and build, as was learned; 0 for the others."""
-    rule_end_tokens = _gauge()
-    """The shortest state that can be continued at its very end, part of the learned rule."""
     evaluation_tokens_per_second = _gauge(up_to=POSITION_LABELS.values())
     """How fast prompt tokens are evaluated up to so many tokens into the prompt (none: further in),
     as measured lately; 0 until then.

@@ -33,7 +33,7 @@ _SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|(key_file|{'|'.join(_SHARED_SIZES)
 
 
 def _text(title: str, pattern: str) -> Meta:
-    """Return what a text may be: in words, and as a regular expression."""
+    """Return the form of a text: in words, and as a regular expression."""
     return Meta(title=title, pattern=f"^{pattern}$")
 
 
@@ -109,7 +109,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admin_open: OpenPaths = ""
     """What the admin listener answers without its token: health, metrics.
 
-    Neither has a word of any prompt. For probes and for Prometheus.
+    Neither shows any text of a prompt. For probes and for Prometheus.
     """
     upstream_api_key: str | None = None
     """llama-server's --api-key, for the proxy's own calls.
@@ -125,7 +125,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     min_free_bytes: Bytes = 2 << 30
     """Free space that saves leave on the disk, such as 2GiB.
 
-    The proxy deletes checkpoints for it. Where that is not enough, nothing is saved.
+    The proxy deletes checkpoints to keep it free. If that is not enough, nothing is saved.
     """
     max_write_bytes_per_day: Bytes = 0
     """What saves may write within 24 hours, such as 50GiB; 0 is no limit.
@@ -147,9 +147,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Unless a file already covers what the slot holds.
     """
     ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
-    """Evaluate for at most so long what the next prompt will begin with, while nothing runs; 0: never.
+    """How long the beginning of a next prompt may be evaluated while nothing runs; 0: never.
 
-    Where a template drops a turn's reasoning, the next message then waits for little.
+    If a template drops the reasoning of a turn, the next message then waits less.
     """
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Generation requests at once; more are answered 503.
@@ -175,7 +175,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     false, they share nothing; llama-server then needs --cache-ram 0 too. See docs/security.md.
     """
     stabilizers: Switches = "safe"
-    """Which rewrites of requests keep prompts from changing at their beginning.
+    """Which rewrites of requests are on, so that the beginning of prompts does not change.
 
     Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md.
     """
@@ -225,7 +225,7 @@ _KINDS = {
 }
 
 
-# What the values of single settings mean.
+# The meaning of the values of single settings.
 
 
 def is_size(name: str) -> bool:
@@ -295,7 +295,7 @@ def parse_shared_store(text: str) -> SharedStore | None:
 
 
 def reachable(address: str, machine: str = "127.0.0.1") -> str:
-    """Return where a listener at HOST:PORT of a *machine* is reached, of this one if none is named."""
+    """Return the address that reaches a listener at HOST:PORT on *machine*, by default on this one."""
     host, _, port = address.rpartition(":")
     return f"{machine}:{port}" if host in ("", "0.0.0.0", "[::]") else address
 
@@ -309,14 +309,17 @@ def is_loopback(host: str) -> bool:
 
 
 def admin_token_file(settings: Settings) -> Path:
-    """Return where the admin listener's token is kept: the file that is given, or one beside the states."""
+    """Return the file of the admin listener's token: the one of the settings, or one beside the states."""
     return Path(
         settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
     ).expanduser()
 
 
 def read_admin_token(settings: Settings) -> str | None:
-    """Return the token for the admin listener, None without; raises SettingsError if a file has none."""
+    """Return the admin listener's token, None if there is no file of it.
+
+    Raises SettingsError if the file is empty or cannot be read.
+    """
     path = admin_token_file(settings)
     try:
         token = path.read_text(encoding="ascii", errors="ignore").strip()
@@ -330,16 +333,16 @@ def read_admin_token(settings: Settings) -> str | None:
 
 
 def admin_token(settings: Settings) -> tuple[str | None, bool]:
-    """Return what the admin listener asks for, None for nothing, and whether it was made now.
+    """Return the token that the admin listener asks for, None for none, and whether it was made now.
 
-    Raises SettingsError if a file has no token.
+    Raises SettingsError if the file is empty or cannot be read.
     """
     if not settings.admin_token_file and is_loopback(split_address(settings.admin)[0]):
         return None, False
     if (token := read_admin_token(settings)) is not None:
         return token, False
     token = secrets.token_urlsafe(24)
-    with suppress(OSError):  # a directory that cannot be written: this token ends with this proxy
+    with suppress(OSError):  # in a directory that cannot be written the token is not kept
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(admin_token_file(settings), flags, 0o600), "w") as file:
             file.write(token + "\n")
@@ -347,9 +350,10 @@ def admin_token(settings: Settings) -> tuple[str | None, bool]:
 
 
 def token_to_show(settings: Settings) -> str | None:
-    """Return what to show to a proxy's admin listener; a token beside states is for this machine's alone.
+    """Return the token to show to a proxy's admin listener, None if there is none.
 
-    Raises SettingsError if a file has no token.
+    A token that lies beside the states is shown only to a listener of this machine. Raises SettingsError if
+    the file is empty or cannot be read.
     """
     is_here = is_loopback(split_address(reachable(settings.admin))[0])
     return read_admin_token(settings) if settings.admin_token_file or is_here else None
@@ -386,21 +390,21 @@ def allowed(name: str) -> str:
     return ", ".join([words, *bounds])
 
 
-# Where values come from: flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file,
-# which beats the defaults.
+# The sources of values: flags beat the environment (LLAMA_PREFIX_CACHE_*), the environment beats the YAML
+# file, and the file beats the defaults.
 
 
 def read_sources(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """Return what each source sets, the strongest one last; raises SettingsError."""
+    """Return the values that each source sets, the strongest source last; raises SettingsError."""
     sources: dict[str, dict[str, Any]] = {
         str(file): _read_file(file) if file else {},
         "environment": _read_environment(environment),
         "command line": {name: value for name, value in flags.items() if value is not None},
     }
     for source, values in sources.items():
-        # Each source is checked by itself, so that the complaint names where the value came from.
+        # Each source is checked by itself, so that the error names the source of the value.
         _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
     return sources
 
@@ -408,19 +412,19 @@ def read_sources(
 def merge_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
-    """Return what all sources set together; raises SettingsError."""
+    """Return the values of all sources together; raises SettingsError."""
     sources = read_sources(flags, environment, file).values()
     return {name: value for values in sources for name, value in values.items()}
 
 
 def default_directory() -> Path:
-    """Return where `run` keeps states if it is told nothing."""
+    """Return the directory in which `run` keeps states if no setting names one."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "llama-prefix-cache").absolute()
 
 
 def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
-    """Return the settings with their defaults; raises SettingsError without a directory that is needed."""
+    """Return the settings with their defaults; raises SettingsError if a needed directory is missing."""
     if "slot_save_path" not in merged:
         raise SettingsError(
             "slot_save_path is missing: give llama-server's --slot-save-path, or start it by `run`"
@@ -493,7 +497,7 @@ def _plain(source: str, name: str, value: Any) -> Any:
 
 
 def _complaint(name: str, value: Any) -> str:
-    """Return that a value is refused, and what is allowed instead."""
+    """Return the message that refuses a value, and names what is allowed."""
     said = "what is given" if name.endswith("_key") else f"`{written('', value)}`"
     return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {SCHEMA[name]['description']}"
 

@@ -16,9 +16,8 @@ from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_opt
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
-from proxy.llama.client import LlamaServer, new_session
+from proxy.llama.client import LlamaServer, Target, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
-from proxy.llama.routes import Target
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     Supervisor,

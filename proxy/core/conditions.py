@@ -46,7 +46,7 @@ class DegradationKind(StrEnum):
     )
     DIRECTORY_IS_OPEN = (
         "directory is open to others",
-        "Other users of this machine can read slot_save_path: states are as good as transcripts.",
+        "Other users of this machine can read slot_save_path. States contain whole conversations.",
         "chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.",
         State.CACHING,
     )
@@ -58,9 +58,9 @@ class DegradationKind(StrEnum):
     )
     STATE_ENDED_SERVER = (
         "a state ended llama-server",
-        "llama-server ended while it used a state. The state is never used again, and deleted first.",
+        "llama-server ended while it used a state. That state is never used again, and is deleted first.",
         "None needed if llama-server was killed; else report it, with the end of llama-server's log. The "
-        "notice ends when the checkpoint is gone: `llama-prefix-cache rm ID`.",
+        "notice ends when the checkpoint is deleted: `llama-prefix-cache rm ID`.",
         State.CACHING,
     )
     SHARED_STORE_AWAY = (
@@ -94,9 +94,9 @@ class DegradationKind(StrEnum):
     )
     NOT_A_LLAMA_SERVER = (
         "not a llama-server",
-        "What answers at `upstream` is no llama-server with slots, and no host of models that is known.",
-        "Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; under "
-        "--api-prefix the prefix belongs to the URL.",
+        "What answers at `upstream` is neither a llama-server with slots nor a known host of models.",
+        "Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; with "
+        "--api-prefix, add the prefix to the URL.",
     )
     ATTACHING = (
         "attaching",
@@ -106,7 +106,7 @@ class DegradationKind(StrEnum):
 
     PROCESS_HAS_NO_NAME = (
         "restarts cannot be told",
-        "A restart of llama-server could not be noticed, and wrong states would be believed.",
+        "The proxy could not notice a restart of llama-server, and would count on states that are gone.",
         "Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.",
     )
     NO_SLOT_SAVE_PATH = (
@@ -145,21 +145,21 @@ class DegradationKind(StrEnum):
         "nothing can be restored",
         "The self-test found that this model on this llama-server reuses nothing of a restored state.",
         "With a sliding window, start llama-server with --swa-full (it takes more memory), or use "
-        "llama.cpp 0.7.0 or later without --ctx-checkpoints 0. Otherwise restart it; if it stays so, this "
-        "build cannot do it.",
+        "llama.cpp 0.7.0 or later without --ctx-checkpoints 0. Otherwise restart it; if that does not "
+        "help, this build cannot do it.",
     )
 
     SAVES_FAIL = (
         "saves fail",
-        "The last save failed, so that work is lost when its slot is used for something else.",
+        "The last save failed: what its slot holds is lost when another request takes the slot.",
         "Look at the error; most often the disk is full. It ends with the next save that succeeds.",
         State.DEGRADED,
     )
     NO_ROOM = (
         "no room for states",
-        "There is no room for another state, so work is lost when its slot is used for something else.",
-        "If it names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or "
-        "lower min_free_bytes. Tried again every 30 seconds; it ends with the next save that finds room.",
+        "There is no room for another state: what a slot holds is lost when another request takes it.",
+        "If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free "
+        "some or lower min_free_bytes. It ends with the next save that finds room.",
         State.DEGRADED,
     )
     WRITE_BUDGET_SPENT = (
@@ -200,23 +200,23 @@ class DegradationKind(StrEnum):
     )
     PLACED_ELSEWHERE = (
         "placed elsewhere",
-        "llama-server gave a request to another slot than the one that was made ready for it.",
+        "llama-server ran a request in another slot than the one that the proxy had prepared.",
         "Send all traffic through the proxy, and start llama-server without --slot-prompt-similarity. "
-        "It ends with the next such request that is placed as foreseen.",
+        "It ends with the next such request that runs in the prepared slot.",
         State.DEGRADED,
     )
     TOKENIZED_OTHERWISE = (
         "tokenized otherwise",
-        "Requests of some shape have other tokens than predicted, and are served uncached.",
+        "llama-server made other tokens of a kind of request than predicted; that kind is served uncached.",
         "None; please report it, with the chat template and the fields of the request.",
         State.DEGRADED,
     )
     SEVERAL_API_KEYS = (
         "several API keys",
-        "Several API keys or salts are in use. llama-server's RAM cache, which cannot be seen from here, "
-        "would share prompts between them.",
+        "Several API keys or salts are in use. llama-server's RAM cache, which the proxy cannot see, would "
+        "share prompts between them.",
         "Start llama-server by `run`, which turns that cache off, or with --cache-ram 0; or set "
-        "share_between_api_keys if they are one household. Without `run` the notice stays: nothing tells.",
+        "share_between_api_keys if they are one household. Without `run` the notice stays.",
         State.CACHING,
     )
 
@@ -224,11 +224,11 @@ class DegradationKind(StrEnum):
 _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
-"""These belong to every start, and end by themselves."""
+"""Every start begins with these, and they end by themselves."""
 _OF_DIRECTORY = {_K.DIRECTORY_IS_OPEN, _K.DIRECTORY_IS_READ_ONLY}
 _OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, _K.SHARED_STORE_AWAY, *_OF_DIRECTORY}
 OF_PROCESS = frozenset(_K) - _OF_STORE
-"""These end with the llama-server process that they were noticed on."""
+"""These end when the llama-server process ends at which they began."""
 
 
 def state_under(active: Iterable[DegradationKind]) -> State:
@@ -241,6 +241,6 @@ def worst_of(states: Iterable[State]) -> State:
 
 
 def state_among(states: Iterable[State]) -> State:
-    """Return how several llama-servers serve: as all of them do, or degraded if they differ."""
+    """Return the state of several llama-servers: their common state, or degraded if their states differ."""
     known = set(states)
     return State.DEGRADED if len(known) > 1 else worst_of(known)

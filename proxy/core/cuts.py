@@ -52,9 +52,9 @@ class Stop:
     save_as: CheckpointKind | None = None
 
 
-def is_near(points: tuple[int, ...], place: int) -> bool:
-    """Return whether one of the ascending *points* lies at the token *place* or just before it."""
-    return highest_point(points, place) >= place - SLACK_TOKENS
+def is_near(points: tuple[int, ...], n_cut: int) -> bool:
+    """Return whether one of the ascending *points* lies at the token *n_cut* or just before it."""
+    return highest_point(points, n_cut) >= n_cut - SLACK_TOKENS
 
 
 def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
@@ -75,7 +75,7 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
     return n_shared if needs_point and is_inside and n_shared > n_reused + MIN_BRANCH_TOKENS else 0
 
 
-def places_in_message(n_begin: int, n_end: int) -> Iterator[int]:
+def cuts_in_message(n_begin: int, n_end: int) -> Iterator[int]:
     """Yield cuts in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
 
     Users go back and change the end of a long message. With a context checkpoint at each cut, the unchanged
@@ -155,7 +155,7 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     inside: Iterable[int] = ()
     if cuts.turn_start == cuts.message_end:  # the prompt ends with a user message
         n_begin = max(cuts.shared, cuts.last_turn_end)
-        inside = places_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
+        inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
     if rule.kind is RuleKind.END_ONLY:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
     marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside

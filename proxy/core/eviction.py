@@ -1,27 +1,27 @@
-"""Which checkpoints go: for room, or because a newer one holds what they hold.
+"""Which checkpoints are removed: for room, or because a newer one makes them needless.
 
 Owns: the order of eviction, and the family of a state. Pure; must never know files, or how a checkpoint is
 in use.
 
-Who goes when room is needed (`choose_victims`): the lowest rank first, then the least value per byte.
+When room is needed (`choose_victims`), the lowest rank goes first, then the least value per byte:
 
 1. Checkpoints in quarantine.
-2. All others. A checkpoint's value is the seconds that it takes to evaluate the tokens that nothing else
-   that is kept could give, divided by the minutes since a request last began with them, and one; more for
-   every turn of a conversation in full swing. States of a model that is not served count a quarter.
-3. What alone holds the header of a conversation that was continued within half an hour.
-4. The state that the one about to be saved will replace: that goes before its successor is safe only if
-   nothing else gives room.
-5. Never: what is pinned or in use.
+2. All others. A checkpoint's value is the seconds to evaluate the tokens that no other kept checkpoint
+   gives, divided by one plus the minutes since a request last began with these tokens. The value grows with
+   the turns of a conversation that goes on. States of a model that is not served count a quarter.
+3. The only checkpoint with the header of a conversation that was continued within half an hour.
+4. The checkpoint that the state about to be saved will replace. It goes first only if nothing else gives
+   room, because the new state may never be saved.
+5. Pinned checkpoints, and those in use, are never removed.
 
-On recorded traces this saves more than LRU, S3-FIFO and the like at nearly every budget
+On recorded traces this order saves more than LRU, S3-FIFO and others at nearly every budget
 (`python -m tests.bench.eviction`, docs/proof.md).
 
-Who goes for a newer state (`superseded`) depends on the rule:
+The rule decides which older states a newer one makes needless (`superseded`):
 
-1. Any prefix: older states of the conversation, if the newer one has every position.
-2. Restore points: older states of the conversation whose every place the newer one can be continued at.
-3. End only: only states that the newer one repeats whole, and no turn start.
+1. Any prefix: older states of the conversation, if the newer state has every position.
+2. Restore points: older states of the conversation, if the newer state can be continued at all their cuts.
+3. End only: only states that the newer state repeats whole, and no turn start.
 """
 
 from bisect import bisect_right
@@ -57,15 +57,15 @@ from proxy.core.tokens import (
     end_of_block,
 )
 
-# Which states belong together for people to look at. Nothing is planned by it: a wrong family shows in a
-# list and costs nothing.
+# The families of states, which lists show to people. No plan reads a family, so a wrong one costs nothing.
 
 
 def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Candidate]) -> Family:
     """Return the family of a new checkpoint of *tokens*; its *relatives* share a prefix with it.
 
-    Two states are of one session if they share a user message's end, or the whole of the shorter one: what
-    only repeats the header, and what clients put before each first message, is another session.
+    Two states are of one session if they share the end of a user message, or if one state begins with all
+    of the other. States that share only the header, or the text that clients put before each first message,
+    are of different sessions.
     """
 
     def id_of(some: TokenIds) -> int:
@@ -75,7 +75,7 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
     namespace, n_header = checkpoint.namespace, checkpoint.header
     known = [r for r in relatives if r.checkpoint.namespace == namespace]
     header_id = id_of(tokens[:n_header]) if 0 < n_header <= len(tokens) else 0
-    for relative in known:  # what shares its header whole tells it, if it was not looked for
+    for relative in known:  # a relative that shares its whole header knows the header's id
         if 0 < relative.checkpoint.header <= relative.n_common:
             header_id = header_id or relative.checkpoint.family.header_id
     for relative in known:
@@ -91,7 +91,7 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
 def title_of(title: Title, family: Family, relatives: Iterable[Candidate]) -> Title:
     """Return the title of a new checkpoint: that of its session if its own is not known.
 
-    What several sessions share has the words of none of them.
+    A state that several sessions share has no words.
     """
     if not family.session_id:
         return title._replace(words="")
@@ -99,27 +99,27 @@ def title_of(title: Title, family: Family, relatives: Iterable[Candidate]) -> Ti
     return title if any(title) else next((c.title for c in known if c.family == family), title)
 
 
-def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int) -> bool:
-    """Return whether a new state and a relative share a place that only their session has."""
+def _share_session(relative: Candidate, own_cuts: Iterable[int], n_header: int) -> bool:
+    """Return whether a new state and a relative share a cut that only their session has."""
     older = relative.checkpoint
-    places = {*own_places, older.turn_start, older.n_tokens}
+    cuts = {*own_cuts, older.turn_start, older.n_tokens}
     if not older.turn_start:
-        # The generation prompt behind it may have been rendered otherwise since.
-        places.add(older.n_prompt - SLACK_TOKENS)
+        # The template may have rendered another generation prompt behind this one since.
+        cuts.add(older.n_prompt - SLACK_TOKENS)
     n_header = max(n_header, older.header)
-    return any(n_header < place <= relative.n_common for place in places)
+    return any(n_header < n_cut <= relative.n_common for n_cut in cuts)
 
 
-# What only one of the kept checkpoints can give.
+# The tokens that only one of the kept checkpoints gives.
 #
-# Everything is counted in whole blocks, which errs by less than one block a range and needs no tokens.
+# Tokens are counted in whole blocks. The error is below one block a range, and no tokens have to be read.
 
 
 @dataclass(frozen=True)
 class Relative:
-    """A checkpoint, and how many blocks another one shares with it.
+    """A checkpoint, and how many blocks another checkpoint shares with it.
 
-    `asked` says when a request last began with so many of its blocks.
+    `asked` has a time for each number of blocks: when a request last began with that many of its blocks.
     """
 
     checkpoint: Checkpoint
@@ -127,25 +127,25 @@ class Relative:
     asked: Mapping[int, float] = field(default_factory=dict)
 
     def asked_at(self, n_blocks: int) -> float:
-        """Return when the first *n_blocks* blocks were last wanted; 0 if it does not share so many."""
+        """Return when a request last began with the first *n_blocks*; 0 if fewer blocks are shared."""
         if n_blocks > self.n_blocks:
             return 0.0
         asked = (at for n_asked, at in self.asked.items() if n_asked >= n_blocks)
         return max([self.checkpoint.last_used_at, *asked])
 
     @cached_property
-    def places(self) -> frozenset[int]:
-        """The shared blocks at whose ends it can be continued, unless it has every position."""
+    def ends(self) -> frozenset[int]:
+        """The numbers of shared blocks behind which it can be continued, unless it has every position."""
         points = (*self.checkpoint.restore_points, self.checkpoint.n_tokens)
         return frozenset(n for n in map(count_blocks, points) if n <= self.n_blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class LostRange:
-    """Tokens that would have to be evaluated again without a checkpoint.
+    """Tokens that llama-server would evaluate again if a checkpoint were removed.
 
-    `n_before` tokens lie before them, `leads_to` says what lies at their end, `asked_at` when a request
-    last came through there.
+    `n_before` tokens lie before these. `leads_to` is the kind of cut at their end. A request last began
+    with all of them at `asked_at`.
     """
 
     n_before: int
@@ -157,17 +157,17 @@ class LostRange:
 def lost_without(
     own: Relative, others: Collection[Relative], gone: Collection[CheckpointId] = ()
 ) -> list[LostRange]:
-    """Return what requests would lose if a checkpoint went after those in *gone*.
+    """Return what requests would lose if a checkpoint were removed after those in *gone*.
 
-    Requests come back to the end of a state, to the start of its turn and to its header. A range begins
-    where one of the *others* that are kept can be continued, or at the place before.
+    Requests return to the end of a state, to its turn start and to its header. A range begins where one of
+    the *others* that are kept can be continued, or at the cut before.
     """
     kept = [other for other in others if other.checkpoint.id not in gone]
     n_anywhere = max((o.n_blocks for o in kept if o.checkpoint.has_every_position), default=0)
-    places = sorted(frozenset({0}).union(*(other.places for other in kept)))
+    ends = sorted(frozenset({0}).union(*(other.ends for other in kept)))
     lost, n_before = [], 0
     for n_end, leads_to in _destinations(own.checkpoint):
-        n_begin = max(n_before, min(n_end, n_anywhere), places[bisect_right(places, n_end) - 1])
+        n_begin = max(n_before, min(n_end, n_anywhere), ends[bisect_right(ends, n_end) - 1])
         if n_begin < n_end:
             asked_at = max(relative.asked_at(n_end) for relative in (own, *others))
             n_kept = end_of_block(n_begin)
@@ -177,12 +177,12 @@ def lost_without(
 
 
 def _destinations(checkpoint: Checkpoint) -> list[tuple[int, CheckpointKind]]:
-    """Return the places in a state that requests come back to, in blocks, ascending."""
+    """Return the cuts of a state that requests return to, in blocks, ascending."""
     points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    # What was generated behind a turn's start is no turn's start.
+    # The end of generated tokens is no turn start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
-    places = {count_blocks(checkpoint.n_tokens): at_end}
+    cuts = {count_blocks(checkpoint.n_tokens): at_end}
     for n_cut, kind in (
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),
@@ -190,24 +190,24 @@ def _destinations(checkpoint: Checkpoint) -> list[tuple[int, CheckpointKind]]:
         point = n_cut if checkpoint.has_every_position else highest_point(points, n_cut)
         is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
         if is_held and n_cut <= checkpoint.n_tokens:
-            places[count_blocks(point)] = kind
-    return sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks)
+            cuts[count_blocks(point)] = kind
+    return sorted((n_blocks, kind) for n_blocks, kind in cuts.items() if n_blocks)
 
 
-# Which checkpoints a newer one makes needless. Files of one conversation repeat each other: of most, only
-# the newest is kept.
+# The checkpoints that a newer one makes needless. The files of a conversation repeat each other, so that
+# mostly only the newest is kept.
 
 
 SMALL_LOSS_TOKENS = 256
-"""So many generated tokens of an older state may be lost with it: they seldom come back as they were.
-Of its prompt only SLACK_TOKENS may: that is what another conversation with the same header goes on with."""
+"""So many generated tokens may be lost with an older state: clients seldom send them back unchanged. Of the
+prompt only SLACK_TOKENS may be lost, because another conversation may begin with the same prompt."""
 
 
 def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> list[Checkpoint]:
     """Return those of *older* that *newer* makes needless.
 
-    An *older* one's n_common says how much of it the newer one repeats. A header and a branch are kept
-    always; a turn start until a later turn's start repeats it; a pinned one in any case.
+    The n_common of each of *older* is how many of its tokens *newer* repeats. Headers, branches and pinned
+    checkpoints are always kept; a turn start is kept until a later turn start repeats it.
     """
     return [found.checkpoint for found in older if _is_superseded(rule, newer, found)]
 
@@ -221,28 +221,29 @@ def _is_superseded(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     if older.id == newer.id or older.kind not in kinds or older.is_pinned:
         return False
     if rule.kind is RuleKind.END_ONLY:
-        # The state at a turn's start serves every later request of that turn that diverges.
+        # A state at a turn start serves every later request of that turn that diverges.
         is_whole = n_common == older.n_tokens < newer.n_tokens
         return is_whole and older.kind is CheckpointKind.CONVERSATION
     if rule.kind is RuleKind.NOTHING or not _moves_on(newer, found):
         return False
     if rule.kind is RuleKind.ANY_PREFIX:
         return newer.has_every_position
-    # Each place of the older state that somebody may come back to, the newer one can be continued at, or
-    # knew and found not worth its bytes.
+    # At each cut of the older state that a request may return to, the newer state can be continued; or the
+    # newer state had the cut, and its context checkpoint was not worth the bytes.
     known = (newer.header, newer.turn_start, *newer.marks)
     marks = (mark for mark in older.marks if is_near(older.restore_points, mark))
     return all(
-        place in known or is_near(newer.restore_points, place)
-        for place in (older.header, older.turn_start, *marks)
-        if 0 < place <= n_common
+        n_cut in known or is_near(newer.restore_points, n_cut)
+        for n_cut in (older.header, older.turn_start, *marks)
+        if 0 < n_cut <= n_common
     )
 
 
 def _moves_on(newer: Checkpoint, found: Candidate) -> bool:
     """Return whether *newer* is a later state of the same conversation.
 
-    It goes on from the older one's prompt, or has dropped the reasoning of its turn for the next one.
+    It continues the prompt of the older state, or belongs to a later turn, for which the template has
+    dropped reasoning.
     """
     older, n_common = found.checkpoint, found.n_common
     n_prompt_lost = (older.n_prompt or older.n_tokens) - n_common
@@ -251,28 +252,28 @@ def _moves_on(newer: Checkpoint, found: Candidate) -> bool:
     return newer.turn_start > n_common >= older.turn_start > 0
 
 
-# Which checkpoints go for room.
+# The checkpoints that are removed for room.
 
 
 MIN_PROTECTED_TOKENS = 256
-"""A cut protects a state that alone can give so many tokens before it."""
+"""A state is protected for its header only if so many tokens of the header would be lost with it."""
 
 N_COMPARED = 32
-"""So many checkpoints of the lowest scores are compared: a store of any size chooses as fast."""
+"""So many checkpoints with the lowest scores are compared, so that a large store costs no more time."""
 
 PAUSE_SECONDS = 60.0
-"""How likely a conversation goes on in the next moment falls as its pause grows, at every scale:
-after an hour a sixtieth of what it was. Pauses shorter than this tell nothing."""
+"""The longer a conversation has paused, the less likely it goes on: after an hour a sixtieth as likely.
+Pauses shorter than this make no difference."""
 
 SWING_SECONDS = 300.0
-"""A conversation that has gone on goes on again, the likelier the more turns it had; after a longer pause
-that tells less and less. Three in four are never continued."""
+"""The more turns a conversation had, the likelier it goes on; the turns count less after a pause longer
+than this. Three of four conversations are never continued."""
 
 LIVE_SECONDS = 1800.0
-"""A conversation that nobody has continued for this long may be over: its header is protected no more."""
+"""A conversation that was not continued for this long may be over, so its header is not protected."""
 
 OTHER_MODEL_SHARE = 0.25
-"""What a state of a model that llama-server does not serve now counts: somebody has to switch first."""
+"""The value of a state counts by this share if llama-server does not serve its model now."""
 
 
 class Removal(StrEnum):
@@ -292,15 +293,15 @@ class Rank(IntEnum):
     ORDINARY = 1
     LIVE_HEADER = 2
     BEING_REPLACED = 3
-    """What the state that room is made for will supersede: not before that one is safe."""
+    """The state that is about to be saved will supersede it, but may never be saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """What value depends on besides the checkpoints: the clock, the rates, the model that is served.
+    """The clock and the rates, on which the value of a checkpoint depends.
 
-    Without `rates_by` it is not known what llama-server serves, and every model counts fully. `rates`
-    are those of a namespace that `rates_by` does not tell.
+    `rates_by` has the rates of each namespace that is served. If it is empty, that is not known, and every
+    model counts fully. `rates` are for all other namespaces.
     """
 
     now: float
@@ -313,7 +314,7 @@ class Present:
 
 
 def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> float:
-    """Return the expected seconds to evaluate the *lost* ranges again if a checkpoint went."""
+    """Return the expected seconds to evaluate the *lost* ranges again if a checkpoint were removed."""
     rates = present.rates_by.get(checkpoint.namespace, present.rates)
     seconds = 0.0
     for part in lost:
@@ -339,10 +340,10 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
 
 
 def score_of(checkpoint: Checkpoint, lost: Iterable[LostRange]) -> float:
-    """Return a number by which checkpoints are looked at for room, the lowest first.
+    """Return a checkpoint's score; those with the lowest scores are compared for room.
 
-    Infinite for what is pinned, 0 in quarantine; otherwise when a request last came through what nothing
-    else could give, in seconds since 1970, and 1 if there is no such thing.
+    The score is infinite for a pinned checkpoint and 0 in quarantine. Otherwise it is the time, in seconds
+    since 1970, at which a request last began with one of the *lost* ranges; 1 if there is none.
     """
     if checkpoint.is_pinned:
         return inf
@@ -350,13 +351,13 @@ def score_of(checkpoint: Checkpoint, lost: Iterable[LostRange]) -> float:
 
 
 def first_score(checkpoint: Checkpoint) -> float:
-    """Return the score of a checkpoint as though it shared nothing with others."""
+    """Return the score that a checkpoint would have if it shared no tokens with others."""
     used_at = checkpoint.last_used_at
     return score_of(checkpoint, [LostRange(0, checkpoint.n_tokens, checkpoint.kind, used_at)])
 
 
 class Eviction(NamedTuple):
-    """Who goes; and the scores of those that were compared with them and stay."""
+    """The checkpoints to remove, and the scores of those that were compared with them and stay."""
 
     victims: list[Checkpoint]
     scores: dict[CheckpointId, float]
@@ -374,9 +375,10 @@ def choose_victims(
 ) -> Eviction:
     """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*.
 
-    *checkpoints* come lowest score first; N_COMPARED at once are compared, more if all of these are of a
-    higher rank than others may be. *relatives* returns a checkpoint itself and those that share a prefix
-    with it. Never one that is *in_use* or pinned; fewer bytes than asked for if the rest does not suffice.
+    *checkpoints* are ordered by score, the lowest first. N_COMPARED of them are compared at a time, and
+    more if all of these are of a high rank. *relatives* returns a checkpoint itself and those that share a
+    prefix with it. No checkpoint that is pinned or *in_use* is returned, even if too few bytes are freed
+    then.
     """
     gone: set[CheckpointId] = set()
     compared: dict[CheckpointId, tuple[Checkpoint, Sequence[Relative]]] = {}
@@ -407,8 +409,8 @@ def choose_victims(
         if not heap:
             break
         victim, _ = compared[heappop(heap)[-1]]
-        # What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest rank
-        # need be looked at again.
+        # Each removal can only raise the order of the checkpoints that are left. So an old order is a lower
+        # bound, and only the lowest one is computed again.
         current = order(victim)
         if heap and current > heap[0]:
             heappush(heap, current)

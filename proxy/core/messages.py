@@ -48,10 +48,10 @@ def member(value: Any, key: str, default: Any = None) -> Any:
     return default if found is None else found
 
 
-def text_of(value: Any, key: str, default: str = "") -> str:
-    """Return a member that is a string."""
+def text_of(value: Any, key: str) -> str:
+    """Return a member that is a string; empty if it is none."""
     found = member(value, key)
-    return found if isinstance(found, str) else default
+    return found if isinstance(found, str) else ""
 
 
 def list_of(value: Any) -> list[Any]:

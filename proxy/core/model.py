@@ -473,8 +473,6 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
 
 
 _SECRET_ID_BYTES = 4
-UNKEYED_BYTES = 16
-"""The length of tenants of older versions: unkeyed digests, which anybody could make of a guessed key."""
 _NO_KEY = bytes(_SECRET_ID_BYTES + 16)
 """The first bytes of a salted tenant without an API key."""
 
@@ -498,7 +496,7 @@ def tenant_without_key(tenant: bytes) -> bytes:
 def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
     """Return whether a tenant was named with the secret of another directory."""
     ours = keyed_tenant(secret, b"")[:_SECRET_ID_BYTES]
-    return len(tenant) > UNKEYED_BYTES and not tenant[-len(_NO_KEY) :].startswith(ours)
+    return len(tenant) >= len(_NO_KEY) and not tenant[-len(_NO_KEY) :].startswith(ours)
 
 
 def _keyed_name(secret: bytes, text: bytes, purpose: bytes) -> bytes:

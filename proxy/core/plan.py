@@ -41,7 +41,16 @@ from proxy.core.saving import (
     is_write_back_due,
     state_bytes,
 )
-from proxy.core.slots import Known, Slot, Unknown, live_reuse, must_be_erased, n_busy, shared_tokens
+from proxy.core.slots import (
+    Known,
+    Slot,
+    SlotPhase,
+    Unknown,
+    live_reuse,
+    must_be_erased,
+    n_busy,
+    shared_tokens,
+)
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -196,7 +205,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     options.sort(key=lambda o: (o.total_seconds, used_at[o.slot_id], o.slot_id))
     best = _steadiest(options)
     n_enough = best.n_reused + WORTH_WAITING_TOKENS
-    closing = (slot for slot in now.slots if slot.is_closing)
+    closing = (slot for slot in now.slots if slot.phase is SlotPhase.CLOSING)
     if any(promised_tokens(prompt, now, slot) > n_enough for slot in closing):
         return None
     if any(_is_done_sooner(prompt, now, state, best) for state in now.expected):

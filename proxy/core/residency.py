@@ -34,7 +34,7 @@ from proxy.core.cuts import is_near
 from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import Known, Slot, Unknown, must_be_erased, n_busy, shared_tokens
+from proxy.core.slots import Known, Slot, SlotPhase, Unknown, must_be_erased, n_busy, shared_tokens
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
@@ -86,11 +86,11 @@ def next_step(
     admitted: list[int] = []
     closed = set(kept_out)
     load, leaving = None, frozenset[str]()
-    for place, model in enumerate(waiting):
+    for index, model in enumerate(waiting):
         if model in closed:
             continue
         if model in residents.loaded:
-            admitted.append(place)
+            admitted.append(index)
             continue
         closed.add(model)
         if kept_out or load is not None:
@@ -125,7 +125,9 @@ def make_offer(
     *n_waiting* requests wait there already, and *n_ahead* requests were sent there before this one.
     """
     plan = plan_request(prompt, now) if may_start else None
-    closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
+    closing = [
+        (promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING
+    ]
     n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
     if plan is not None:
         n_reused, seconds = plan.start.n_reused, plan.start.total_seconds
@@ -141,11 +143,11 @@ def make_offer(
 
 def best_offer(offers: Sequence[Offer]) -> int:
     """Return the index of the best offer."""
-    places = range(len(offers))
+    indexes = range(len(offers))
     quickest = min(offer.seconds for offer in offers)
     if isinf(quickest):
-        return min(places, key=lambda i: (offers[i].load, -offers[i].n_reused))
-    alike = [i for i in places if offers[i].seconds <= quickest + STEADY_SECONDS]
+        return min(indexes, key=lambda i: (offers[i].load, -offers[i].n_reused))
+    alike = [i for i in indexes if offers[i].seconds <= quickest + STEADY_SECONDS]
     most = max(offers[i].n_reused for i in alike)
     hottest = [i for i in alike if offers[i].n_reused > most - STEADY_TOKENS]
     return min(hottest, key=lambda i: (offers[i].load, offers[i].seconds))
@@ -163,14 +165,16 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
         n_held = common_prefix_length(content.tokens, tokens)
         if n_held == len(content.tokens):
             n_held = min(n_held + content.n_tail, len(tokens))
-    if not slot.is_leased or slot.is_ready or slot.is_closing:
+    if slot.phase in (SlotPhase.FREE, SlotPhase.READY, SlotPhase.CLOSING):
         return n_held
     if slot.destined is None:
         return len(tokens)
     n_destined = common_prefix_length(slot.destined, tokens)
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
-    if slot.is_running or (isinstance(content, Unknown) and content.likely is not None):
+    if slot.phase is SlotPhase.RUNNING or (
+        isinstance(content, Unknown) and content.likely is not None
+    ):
         return n_destined  # the old content is gone
     return max(n_destined, n_held)
 

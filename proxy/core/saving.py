@@ -14,7 +14,7 @@ Whether a slot is saved:
 7. The less is left of the day's write budget, the more a save must be worth (`why_refused`).
 
 Which context checkpoints stay in the file (`select_points`): each is a full recurrent state or a whole
-window, 63 to 150 MB on real models, and a file has up to 32 of them. Requests come back to few places:
+window, 63 to 150 MB on real models, and a file has up to 32 of them. Requests come back to few cuts:
 the header, the turn start, the end of the prompt, and, less and less likely, the beginnings of earlier
 turns and branches. Points that llama-server has dropped are taken from older files.
 """
@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from operator import add
 
-from proxy.core.cuts import SLACK_TOKENS, is_near, places_in_message
+from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
 from proxy.core.rates import Rates
@@ -81,7 +81,7 @@ def is_worth_saving(
     return save_seconds <= N_RETURNS * evaluation_seconds + STEADY_SECONDS
 
 
-def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
+def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
     """Return whether the next requests will cost a slot a context checkpoint that no file holds.
 
     llama-server drops the oldest context checkpoints of a slot for new ones. The one at the turn start is
@@ -90,18 +90,18 @@ def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
     if rule.kind is not RuleKind.RESTORE_POINTS or not isinstance(content, Known):
         return False
     return any(
-        is_near(content.restore_points, place)
-        and sum(point > place for point in content.restore_points) >= n_believed - _N_POINTS_AHEAD
-        and not is_near(content.saved_points, place)
-        for place in (content.header, content.turn_start, *content.marks[-1:])
-        if place >= FIRST_BLOCK_TOKENS
+        is_near(content.restore_points, n_cut)
+        and sum(point > n_cut for point in content.restore_points) >= n_believed - _N_POINTS_AHEAD
+        and not is_near(content.saved_points, n_cut)
+        for n_cut in (content.header, content.turn_start, *content.marks[-1:])
+        if n_cut >= FIRST_BLOCK_TOKENS
     )
 
 
 # Which context checkpoints of a saved state are worth their bytes.
 
 
-OLDER_PLACE_SHARE = 0.5
+OLDER_MARK_SHARE = 0.5
 """How likely a request comes back to the newest mark; half as likely to each mark before it."""
 
 EDIT_SHARE = 0.05
@@ -111,29 +111,29 @@ MESSAGE_SHARE = 0.1
 """Points inside a message make a file larger by no more than this, or by one point."""
 
 
-def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
-    """Return the token counts at which requests may continue a conversation, ascending, and how likely.
+def likely_cuts(content: Known, kind: CheckpointKind) -> dict[int, float]:
+    """Return the cuts at which requests may continue a conversation, ascending, and how likely they do.
 
     A header or branch that has its own file is continued at its end, which needs no point.
     """
     n_tokens = len(content.tokens)
     sure = {content.header, content.turn_start, n_tokens} - {0}
-    places = dict.fromkeys(sure, 1.0)
+    cuts = dict.fromkeys(sure, 1.0)
     likelihood = 1.0
     for mark in sorted(set(content.marks) - sure, reverse=True):
-        likelihood *= OLDER_PLACE_SHARE
-        places[mark] = likelihood
+        likelihood *= OLDER_MARK_SHARE
+        cuts[mark] = likelihood
     is_at_end = kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH)
-    return {n: places[n] for n in sorted(places) if n < n_tokens + (not is_at_end)}
+    return {n: cuts[n] for n in sorted(cuts) if n < n_tokens + (not is_at_end)}
 
 
-def edit_places(content: Known) -> list[int]:
+def edit_cuts(content: Known) -> list[int]:
     """Return the cuts in the newest user message, the nearest to its end first.
 
     The message begins at the last mark before its end, or at the header.
     """
     before = (mark for mark in content.marks if mark < content.turn_start)
-    return list(places_in_message(max(content.header, *before, 0), content.turn_start))
+    return list(cuts_in_message(max(content.header, *before, 0), content.turn_start))
 
 
 def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
@@ -149,7 +149,7 @@ def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
 def select_points(
     own: Mapping[int, int],
     others: Mapping[int, CheckpointId],
-    places: Mapping[int, float],
+    cuts: Mapping[int, float],
     rates: Rates,
     inside: Sequence[int] = (),
     state_bytes: int = 0,
@@ -157,7 +157,7 @@ def select_points(
     """Return the points to keep in a file, each with the older file to copy it from (None: its own).
 
     *own* are the points of the file with their sizes in bytes, *others* the points of older files. A point
-    of its own is preferred unless another is much closer. The places *inside* the newest user message come
+    of its own is preferred unless another is much closer. The cuts *inside* the newest user message come
     last, the nearest to its end first. Their points may take a tenth of the other bytes (the *state_bytes*
     and the other points), or one point may take more.
     """
@@ -165,8 +165,8 @@ def select_points(
     mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
     kept: dict[int, CheckpointId | None] = {}
     n_before = 0
-    for place, likelihood in places.items():
-        point, other = highest_point(mine, place), highest_point(theirs, place)
+    for n_cut, likelihood in cuts.items():
+        point, other = highest_point(mine, n_cut), highest_point(theirs, n_cut)
         if other > point + SLACK_TOKENS:
             point = other
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
@@ -184,19 +184,19 @@ def select_points(
 def _best_inside(
     points: tuple[int, ...],
     kept: Collection[int],
-    places: Sequence[int],
+    cuts: Sequence[int],
     size_bytes: int,
     rates: Rates,
 ) -> int:
     """Return the point inside the newest message that is worth most beside those *kept*; 0 if none is.
 
-    The *places* are sorted, the nearest to the end first. A change is equally likely between any two
+    The *cuts* are sorted, the nearest to the end first. A change is equally likely between any two
     neighbours.
     """
     best, most, likelihood = 0, 0.0, 0.0
-    for place in places:
-        point, likelihood = highest_point(points, place), likelihood + EDIT_SHARE
-        n_before = highest_point(tuple(sorted(kept)), place)
+    for n_cut in cuts:
+        point, likelihood = highest_point(points, n_cut), likelihood + EDIT_SHARE
+        n_before = highest_point(tuple(sorted(kept)), n_cut)
         if n_before >= point:
             likelihood = 0.0
         elif likelihood * (point - n_before) > most:

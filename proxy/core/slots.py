@@ -144,37 +144,50 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
     return n_reachable, at_most
 
 
+class SlotPhase(StrEnum):
+    """The progress of a slot's lease; every phase but FREE is leased."""
+
+    FREE = "free"
+    PREPARING = "preparing"
+    """The content may change before the request of the lease is sent."""
+    READY = "ready"
+    """The request is about to be sent, and the content does not change until then."""
+    RUNNING = "running"
+    """llama-server is known to run the request, so it will not put another request into the slot."""
+    CLOSING = "closing"
+    """The lease serves no request any more and will end by itself, after a save or once llama-server has
+    let go of a request whose client left."""
+
+
 @dataclass(slots=True)
 class Slot:
     """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
-    `is_closing`: the lease serves no request any more and will end by itself, after a save or once
-    llama-server has let go of a request whose client left. `is_running`: llama-server is known to run the
-    lease's request, so it will not put another request into the slot. `is_ready`: the lease's request is
-    about to be sent, and the content does not change until then. `destined` are the tokens that the
-    lease's request will put there, None if they are not known. `sources` are the checkpoints that the
-    content was restored from or saved as; `has_answered`: the slot has answered a request since.
+    `destined` are the tokens that the lease's request will put there, None if they are not known. `sources`
+    are the checkpoints that the content was restored from or saved as; `has_answered`: the slot has
+    answered a request since.
     """
 
     id: SlotId
     content: Content
-    is_leased: bool = False
-    is_closing: bool = False
-    is_running: bool = False
-    is_ready: bool = False
+    phase: SlotPhase = SlotPhase.FREE
     used_at: float = 0.0
     destined: TokenIds | None = None
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
 
+    @property
+    def is_leased(self) -> bool:
+        return self.phase is not SlotPhase.FREE
+
     def close_lease(self) -> None:
         """Note that the slot will soon be free, and keeps its content."""
-        self.is_closing, self.is_running, self.is_ready = True, False, False
+        self.phase = SlotPhase.CLOSING
 
     def note_running(self) -> None:
-        """Note that llama-server runs the request that the slot is leased for."""
-        if self.is_leased:
-            self.is_running, self.is_ready = True, False
+        """Note that llama-server runs the request that the slot is leased for, if it still is."""
+        if self.phase in (SlotPhase.PREPARING, SlotPhase.READY):
+            self.phase = SlotPhase.RUNNING
 
     def note_restore(self, checkpoint: Checkpoint) -> None:
         """Note that the slot now holds a state restored from a checkpoint."""
@@ -212,7 +225,7 @@ def state_of(slot: Slot) -> SlotState:
 
 def n_busy(slots: Iterable[Slot]) -> int:
     """Return how many slots serve a request."""
-    return sum(slot.is_leased and not slot.is_closing for slot in slots)
+    return sum(slot.phase not in (SlotPhase.FREE, SlotPhase.CLOSING) for slot in slots)
 
 
 class SlotTable(list[Slot]):
@@ -235,7 +248,7 @@ class SlotTable(list[Slot]):
         slot = self[slot_id]
         if slot.is_leased:
             raise ValueError(f"slot {slot_id} is leased already")
-        slot.is_leased, slot.used_at = True, now
+        slot.phase, slot.used_at = SlotPhase.PREPARING, now
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
@@ -249,7 +262,8 @@ class SlotTable(list[Slot]):
         slot = self[slot_id]
         is_damaged = not self._damaged.isdisjoint(content.origin.ancestors)
         slot.content = TAINTED if is_damaged else content
-        slot.is_running, slot.is_ready = False, False
+        if slot.phase in (SlotPhase.READY, SlotPhase.RUNNING):
+            slot.phase = SlotPhase.PREPARING
         if isinstance(content, Empty):
             slot.sources = ()
 

@@ -306,8 +306,8 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
         return _going_on(new, nearest)
     if nearest is not None:
         return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE
-    places = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
-    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in places for old in others):
+    starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
+    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
     if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for

@@ -93,13 +93,14 @@ class Told(NamedTuple):
     """The additions to a client's answer: a header, and the diagnostics that the client has asked for.
 
     `on_id`, if set, is called with llama-server's id of the answer, which later requests may name. The
-    answer of a request that `warms` is empty.
+    answer of a request that `warms` is empty. If it `keeps_text`, the text of the answer is read later.
     """
 
     header: str = ""
     diagnose: Diagnose | None = None
     on_id: Callable[[str], object] | None = None
     warms: str = ""
+    keeps_text: bool = False
 
 
 NOTHING_TOLD = Told()
@@ -112,6 +113,13 @@ def sums_at(today: Today, now: float) -> Today:
     return today if today.since >= midnight else Today(since=midnight)
 
 
+class _Ended(NamedTuple):
+    """A request that has ended, and why it reused no more."""
+
+    request: RequestRecord
+    judgement: Judgement
+
+
 class Journal:
     """Remembers requests that have ended, and the newest prompts as far as *keep* allows.
 
@@ -120,8 +128,8 @@ class Journal:
     """
 
     def __init__(self, keep: Keep = Keep.TEXT, switched_on: Collection[str] = ()) -> None:
-        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
-        self._misses: deque[Explanation] = deque(maxlen=MAX_MISSES)
+        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._misses: deque[_Ended] = deque(maxlen=MAX_MISSES)
         self.keep = keep
         self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
@@ -138,20 +146,13 @@ class Journal:
 
         Misses are kept longer than other requests.
         """
-        meaning, is_same = MEANINGS[record.cause], judgement.is_same_conversation
-        self._explanations[record.id] = Explanation(
-            request=record,
-            says=meaning.says,
-            cure=meaning.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
-            nearest=judgement.nearest,
-            divergence=judgement.divergence,
-        )
+        self._ended[record.id] = _Ended(record, judgement)
         self.n_recorded += 1
         self.today()
         if record.kind is not Kind.AHEAD:
             self.past.add(record)
-        if len(self._explanations) > MAX_REQUESTS:
-            _, oldest = self._explanations.popitem(last=False)
+        if len(self._ended) > MAX_REQUESTS:
+            _, oldest = self._ended.popitem(last=False)
             if oldest.request.cause.is_miss:
                 self._misses.append(oldest)
 
@@ -162,7 +163,7 @@ class Journal:
 
     def title_of(self, request: "Request") -> Title:
         """Return what people know a request's conversation by, as far as text is kept."""
-        return Title(self.shown(_words_of(request)), request.client)
+        return Title(self.shown(request.words), request.client)
 
     def shown(self, words: str) -> str:
         """Return a conversation's first words if text is kept."""
@@ -176,10 +177,10 @@ class Journal:
     def note_chat(self, request: "Request") -> Kind:
         """Return what a request that was read is to its conversation."""
         assert request.conversation is not None and request.chat is not None
-        asker, has_tools = (request.tenant, request.session), bool(request.chat.fields.get("tools"))
+        fields, words = request.chat.fields, self.shown(request.words)
+        asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
+        quotes = said_in(fields) if words and not has_tools else ""
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        words = self.shown(words_of(request.chat.fields))
-        quotes = said_in(request.chat.fields) if words and not has_tools else ""
         kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
         self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
         return kind
@@ -212,22 +213,34 @@ class Journal:
     ) -> list[RequestRecord]:
         """Return the last requests, the newest first; of one conversation or client only, if given."""
         found = (
-            explanation.request
-            for explanation in self._newest()
-            if not (only_misses and not explanation.request.cause.is_miss)
-            and conversation in ("", explanation.request.conversation)
-            and client in ("", explanation.request.client)
+            record
+            for record, _ in self._newest()
+            if not (only_misses and not record.cause.is_miss)
+            and conversation in ("", record.conversation)
+            and client in ("", record.client)
         )
         return list(islice(found, max(0, limit)))
 
     def explain(self, request_id: str) -> Explanation | None:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
-            return next(self._newest(), None)
-        if request_id == MISS:
-            return next((e for e in self._newest() if e.request.cause.is_miss), None)
-        misses = (e for e in self._misses if e.request.id == request_id)
-        return self._explanations.get(request_id) or next(misses, None)
+            found = next(self._newest(), None)
+        elif request_id == MISS:
+            found = next((each for each in self._newest() if each.request.cause.is_miss), None)
+        else:
+            misses = (each for each in self._misses if each.request.id == request_id)
+            found = self._ended.get(request_id) or next(misses, None)
+        if found is None:
+            return None
+        (record, judgement), meaning = found, MEANINGS[found.request.cause]
+        is_same = judgement.is_same_conversation
+        return Explanation(
+            request=record,
+            says=meaning.says,
+            cure=meaning.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
+            nearest=judgement.nearest,
+            divergence=judgement.divergence,
+        )
 
     def with_costs(self, found: Explanation) -> Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept."""
@@ -251,8 +264,8 @@ class Journal:
             f"{MAX_REQUESTS:,}, or the proxy was restarted since"
         )
 
-    def _newest(self) -> Iterator[Explanation]:
-        return chain(reversed(self._explanations.values()), reversed(self._misses))
+    def _newest(self) -> Iterator[_Ended]:
+        return chain(reversed(self._ended.values()), reversed(self._misses))
 
 
 class _Found(NamedTuple):
@@ -382,11 +395,6 @@ def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | Non
     )
 
 
-def _words_of(request: "Request") -> str:
-    body = request.chat or request.body
-    return words_of(body.fields) if body else ""
-
-
 class Report:
     """Reports the outcome of requests, without any of their text in the log."""
 
@@ -396,8 +404,10 @@ class Report:
         self._log = get_logger("cache")
 
     @contextmanager
-    def in_flight(self, request: "Request") -> Iterator[None]:
-        """Let operators see a request while the block runs."""
+    def in_flight(self, request: "Request", n_at_most: int) -> Iterator[None]:
+        """Let operators see a request while the block runs; raises TooManyRequests."""
+        if len(self._journal.in_flight) >= n_at_most:
+            raise TooManyRequests(f"{n_at_most} requests are being served already")
         self._journal.in_flight[request.id] = request
         try:
             yield
@@ -406,19 +416,23 @@ class Report:
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
+        told = Told(warms=request.warms, keeps_text=request.keeps_text)
         try:
-            return Told(_cache_header(request), *self._comparison(request), request.warms)
+            diagnose, on_id = self._comparison(request)
+            return told._replace(header=_cache_header(request), diagnose=diagnose, on_id=on_id)
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
-            return Told(warms=request.warms)
+            return told
 
     def _comparison(
         self, request: "Request"
     ) -> tuple[Diagnose | None, Callable[[str], object] | None]:
         """Return the diagnostics against the named request, and a function that notes this one's id."""
         body, route, journal = request.body, request.route, self._journal
-        is_asked, message_id = asked_comparison(route, body) if body else (False, "")
-        if body is None or not (is_asked or route is Route.RESPONSES):
+        if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
+            return None, None
+        is_asked, message_id = asked_comparison(route, body)
+        if not is_asked and route is Route.MESSAGES:
             return None, None
         new = named(
             request.id, body.fields, sketch_of(request.chat.fields) if request.chat else None
@@ -526,7 +540,7 @@ class Report:
 
     def described(self, request: "Request") -> dict[str, Any]:
         """Return what people know a request by."""
-        words = _words_of(request)
+        words = request.words or (words_of(request.body.fields) if request.body else "")
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {
             "title": self._journal.shown(words),

@@ -63,8 +63,13 @@ class AnswerReader:
     Events that are not understood are ignored. In a stream that was cut, only complete calls are found.
     """
 
-    def __init__(self, content_type: str, route: Route | None = None) -> None:
-        """*route* tells where an answer has its calls; without a route no calls are read."""
+    def __init__(
+        self, content_type: str, route: Route | None = None, *, keeps_text: bool = False
+    ) -> None:
+        """*route* tells where an answer has its calls; without a route no calls are read.
+
+        Only a reader that *keeps_text* can say what a stream said: that takes 250 bytes a token.
+        """
         self._is_stream = content_type.startswith("text/event-stream")
         self._route = route
         self._buffer = bytearray()
@@ -73,7 +78,7 @@ class AnswerReader:
         self._calls: list[CallMade] = []
         self._growing: dict[Any, list[str]] = {}
         """The id, the name and the parts of the arguments of calls that are not complete yet."""
-        self._text_lines: list[bytes] = []
+        self._text_lines: list[bytes] | None = [] if keeps_text else None
         self._has_ended = False
         self._message_id = ""
         self.has_token = False
@@ -109,7 +114,7 @@ class AnswerReader:
     def _read_line(self, line: bytes) -> None:
         # Nearly all lines are such, and parsing them would cost more than relaying them.
         if _has_any(_TEXT_EVENTS, line):
-            if self._route:
+            if self._text_lines is not None:
                 self._text_lines.append(line)
             if not _has_any(_SAYS_MORE, line):
                 self.has_token = True
@@ -160,7 +165,8 @@ class AnswerReader:
 
     def said(self) -> str:
         """Return the answer's text without its reasoning, once the answer has passed."""
-        lines = (line[5:] for line in self._text_lines) if self._is_stream else [self._buffer]
+        kept = (line[5:] for line in self._text_lines or ())
+        lines = kept if self._is_stream else [self._buffer]
         return "".join(
             chain.from_iterable(_texts_of(object_in(bytes(line)) or {}) for line in lines)
         )
@@ -301,11 +307,6 @@ class TrueUsage:
         self._is_anthropic = is_anthropic(path)
         self._n_found = n_found
         self._diagnose = diagnose
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether an answer may need a change; Anthropic's always gets the count of newly cached tokens."""
-        return self._is_anthropic or self._n_found is not None or self._diagnose is not None
 
     def of_answer(self, body: bytes) -> bytes:
         """Return a whole JSON answer, corrected."""

@@ -12,15 +12,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from proxy.core.messages import (
-    REMINDER_TAG,
-    Route,
-    list_of,
-    member,
-    n_leading_system,
-    object_in,
-    text_of,
-)
+from proxy.core.messages import Route, list_of, member, n_leading_system, object_in, text_of
 from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
@@ -243,60 +235,9 @@ def without_reuse(body: GenerationBody) -> bytes:
     return msgspec.json.encode({**body.fields, "cache_prompt": False})
 
 
-def has_several_texts(message: dict[str, Any]) -> bool:
-    """Return whether a message's content is several parts, the last of them a text."""
-    content = message.get("content")
-    return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
-
-
-def begins_with_reminder(message: dict[str, Any]) -> bool:
-    """Return whether a message has several parts, the first written by an agent and not by its user."""
-    first = message["content"][0] if has_several_texts(message) else None
-    return text_of(first, "text").startswith(REMINDER_TAG)
-
-
-def last_text(message: dict[str, Any]) -> str:
-    """Return the text that `with_last_text` replaces; empty if there is none."""
-    if has_several_texts(message):
-        return text_of(message["content"][-1], "text")
-    return text_of(message, "content")
-
-
-def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a message with *text* instead of its text, or instead of its last part if it has several."""
-    if has_several_texts(message):
-        *others, last = message["content"]
-        return {**message, "content": [*others, {**last, "text": text}]}
-    return {**message, "content": text}
-
-
-def with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a message of several parts with *text* instead of all but the first of them."""
-    return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
-
-
-def with_messages(
-    body: GenerationBody, messages: list[dict[str, Any]], *, generation_prompt: bool
-) -> bytes:
-    """Return a body that renders *messages* as the request would."""
-    changed = {"messages": messages, "add_generation_prompt": generation_prompt}
-    return msgspec.json.encode({**body.fields, **changed})
-
-
 def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
     """Return the system messages at the beginning of the conversation."""
     return body.messages[: n_leading_system(body.messages)]
-
-
-def is_first_message(body: GenerationBody, index: int) -> bool:
-    """Return whether only system messages come before a message."""
-    return index <= n_leading_system(body.messages)
-
-
-def last_user_index(body: GenerationBody) -> int | None:
-    """Return the index of the newest user message, or None."""
-    indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
-    return max(indices, default=None)
 
 
 def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:

@@ -11,7 +11,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
@@ -28,7 +29,6 @@ from proxy.errors import (
     UpstreamUnreachable,
     in_words,
 )
-from proxy.llama.routes import Target
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -133,6 +133,64 @@ class LoraAdapter(msgspec.Struct):
     id: int
     path: str = ""
     scale: float = 0.0
+
+
+# The address of one llama-server: a URL of its own, or its model's name at a host of several models.
+# A router takes the name from the body of a POST and from the query of a GET, and loads a model that is
+# not loaded unless `autoload=false` is in the query (server-models.cpp); llama-swap takes the name from
+# the path and always loads the model (proxymanager.go).
+
+
+_GONE = b"proxy error: Failed to read connection"
+"""A router appends this to the answer of a child process that has died."""
+_UNREACHED = b"proxy error: Could not establish connection"
+"""A router answers this, with 500, until it has noticed that a child has died."""
+_BAD_GATEWAY = 502
+"""llama-swap answers this, without content, until it has noticed (process_command.go)."""
+
+
+HostKind = Literal["router", "llama-swap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A llama-server at a URL of its own, or one model of a host; no call loads a router's model.
+
+    Clients' own requests go to `base_url` unchanged.
+    """
+
+    base_url: str
+    model: str = ""
+    host: HostKind | None = None
+
+    @property
+    def name(self) -> str:
+        """The name shown to people: the model, or else the address."""
+        return self.model or urlsplit(self.base_url).netloc
+
+    def addressed(self, method: str, path: str, body: bytes | None) -> tuple[str, bytes | None]:
+        """Return the path with its query, and the body, to send for a call of the proxy's own."""
+        if self.host == "llama-swap":
+            return f"/upstream/{quote(self.model, safe='/')}{path}", body
+        if self.host == "router":
+            named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
+            path = f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
+            if body is not None:
+                fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+                body = msgspec.json.encode({**fields, "model": self.model})
+        return path, body
+
+    def lost(self, status: int, content: bytes) -> Literal["", "before", "perhaps", "after"]:
+        """Return whether the host lost llama-server before or after the request was sent; empty if not.
+
+        llama-swap answers the same in both cases: "perhaps".
+        """
+        if self.host == "router":
+            if content.endswith(_GONE):
+                return "after"
+            return "before" if content.startswith(_UNREACHED) else ""
+        is_swaps = self.host == "llama-swap" and status == _BAD_GATEWAY and not content
+        return "perhaps" if is_swaps else ""
 
 
 @dataclass(eq=False)

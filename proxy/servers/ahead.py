@@ -13,13 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.cuts import Stop
-from proxy.core.model import CheckpointKind, Cuts, Prompt, SlotId
-from proxy.core.plan import plan_request
-from proxy.core.slots import Known, SlotTable
+from proxy.core.model import Cuts, Prompt, SlotId
+from proxy.core.slots import Known, SlotPhase, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.explain.known import Kind
 from proxy.servers.background import is_due
-from proxy.serving.planning import situation
+from proxy.serving.planning import plan_in
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, FreeElsewhere
 from proxy.serving.request import Request
@@ -55,13 +54,18 @@ class Ahead:
     def note(self, process: Process, request: Request) -> None:
         """Begin soon behind the answer to a request; an answer aside leaves the one before its turn."""
         if request.kind is not Kind.SIDE:
-            self._last = (process, request) if _is_awaited(process, request) else None
-        if (
-            self._last is not None
-            and self._max_seconds
-            and (self._task is None or self._task.done())
-        ):
+            answer = request.answer
+            # After a tool call no message of the user follows.
+            is_last = answer is not None and answer.status == 200 and not answer.calls
+            self._last = (process, request) if is_last and request.keeps_text else None
+        if self._last and self._max_seconds and (self._task is None or self._task.done()):
             self._task = process.tasks.start(self._begin(*self._last))
+
+    def may_follow(self, process: Process, request: Request) -> bool:
+        """Return whether a request may be gone on with once it is answered."""
+        is_plain = not (request.wishes or request.warms or request.kind is Kind.SIDE)
+        is_cached = process.is_caching and request.conversation is not None
+        return bool(self._max_seconds) and is_cached and is_plain
 
     async def close(self) -> None:
         """Stop, and begin no more."""
@@ -103,8 +107,8 @@ class Ahead:
             if not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
             self._is_evaluating = True
-            if is_due(process, replace(slot, is_leased=False), 0.0):
-                save = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
+            if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
+                save = process.saves.write_back(slot.id)
                 await process.finish(lease, save)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
@@ -124,18 +128,7 @@ def _when_idle(table: SlotTable, slot_id: SlotId) -> Choice[None] | None:
     return None if any(slot.is_leased for slot in table) else Choice((slot_id,), None)
 
 
-def _is_awaited(process: Process, request: Request) -> bool:
-    """Return whether a message of the user is likely to follow the answer to a request."""
-    answer = request.answer
-    is_last = answer is not None and answer.status == 200 and not answer.calls
-    is_cached = process.is_caching and request.conversation is not None
-    return is_last and is_cached and not (request.wishes or request.warms)
-
-
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:
     """Return how much of a prompt a slot gives as it stands; all of it if more is to be done."""
-    now = situation(process, prompt)
-    mine = replace(now.slots[slot_id], is_leased=False)
-    plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
-    is_live = plan is not None and not (plan.start.restored or plan.start.erases)
-    return plan.start.n_reused if plan is not None and is_live else prompt.n_tokens
+    start = plan_in(process, prompt, slot_id).start
+    return prompt.n_tokens if start.restored or start.erases else start.n_reused

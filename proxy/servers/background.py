@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
-from proxy.core.model import CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable, n_busy
@@ -117,7 +116,7 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> list["asyncio.
     saves: list[asyncio.Task[object]] = []
     for slot in due:
         if lease := process.queue.try_lease(slot.id):
-            work = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
+            work = process.saves.write_back(slot.id)
             saves.append(process.tasks.start(work))
             lease.hand_over(saves[-1])
     done = asyncio.gather(*saves, return_exceptions=True)

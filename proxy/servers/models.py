@@ -224,7 +224,7 @@ class HostedModels(Watched):
         )
         wanted = [waiting.model for waiting in self._waiting]
         admitted, load, leaving = next_step(wanted, residents, kept_out=self._changing)
-        self._admit([self._waiting[place] for place in admitted])
+        self._admit([self._waiting[index] for index in admitted])
         if load is not None:
             self._changing = leaving | {load}
             self._change_under_way = self._tasks.start(self._change(load, leaving))

@@ -7,7 +7,7 @@ diverge from it.
 """
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import FULL_WINDOW_TOKENS, CheckpointKind, RestoreProbe, Rule, SlotId, judge
+from proxy.core.model import FULL_WINDOW_TOKENS, RestoreProbe, Rule, SlotId, judge
 from proxy.core.slots import Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
@@ -76,7 +76,7 @@ async def measure(process: Process, slot_id: SlotId) -> None:
     Raises CacheFault, and then keeps the earlier rule.
     """
     await process.launches.clear_others()
-    await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+    await process.saves.write_back(slot_id)
     await process.erase(slot_id)
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
     process.queue.reconsider()  # no request need wait for this slot's earlier content

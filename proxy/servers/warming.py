@@ -33,7 +33,7 @@ from proxy.serving.request import Answer, OnStart, Request
 from proxy.serving.shared import Shared
 
 _PATH = "/completion"
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.25
 
 OnProgress = Callable[[int, int], object]
 """Is told how many tokens are done, of how many."""
@@ -157,8 +157,15 @@ async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> N
 
 
 async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
-    """Save the slot that holds the prompt, unless a checkpoint covers it already."""
+    """Save the slot that holds the prompt, unless a checkpoint covers it already.
+
+    A save of that slot may have begun with the answer: it is waited for.
+    """
     for process in [server.process for server in servers if server.process]:
+        while any(  # noqa: ASYNC110 - a lease tells its end to its own task only
+            slot.is_closing and _holds(prompt, slot.content) for slot in process.slots
+        ):
+            await asyncio.sleep(_LOOK_SECONDS)
         async with process.launches.turn():
             for slot in process.slots.free():
                 if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):

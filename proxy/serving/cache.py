@@ -14,6 +14,7 @@ from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
 from proxy.errors import NotConvertible, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
+from proxy.explain.sketch import words_of
 from proxy.llama.bodies import (
     GenerationBody,
     as_chat_body,
@@ -27,11 +28,12 @@ from proxy.llama.bodies import (
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
 from proxy.serving.fetching import fetch_first
-from proxy.serving.placement import SimilarRequest, UncachedRequest
+from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
 from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
+from proxy.serving.uncached import UncachedRequest
 from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
 
@@ -61,7 +63,7 @@ class Cache:
         A request that *may_extend* what a slot holds, and plainly does, is read later, beside its answer.
         Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
-        request.begin(process.where)
+        request.begin(process.where, process.tenant_namespace(request.tenant))
         await self._admit(process, request)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
@@ -89,8 +91,7 @@ class Cache:
             return False
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
-        namespace = process.tenant_namespace(request.tenant)
-        return choose_slot_for_brief(process.slots, conversation, namespace) is not None
+        return choose_slot_for_brief(process.slots, conversation, request.namespace) is not None
 
     async def _extends(self, process: Process, request: Request) -> bool:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
@@ -102,13 +103,12 @@ class Cache:
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
         if ending:
             await asyncio.wait(ending)
-        namespace = process.tenant_namespace(request.tenant)
         n_room = self._overflow.n_room(process, request)
         slot = slot_to_extend(
             conversation,
             process.slots,
             process.rule,
-            namespace,
+            request.namespace,
             n_room,
             is_pinned=honours_id_slot(request.route),
         )
@@ -118,7 +118,7 @@ class Cache:
         if not request.wants_stream and not await process.is_current():
             raise replaced()
         request.extends = slot.content
-        request.prompt = Prompt(slot.content.tokens, namespace, shape=request.shape)
+        request.prompt = Prompt(slot.content.tokens, request.namespace, shape=request.shape)
         return True
 
     async def _read_now(self, process: Process, request: Request) -> None:
@@ -135,10 +135,10 @@ class Cache:
 
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
-        prompt = request.prompt
+        prompt, namespace = request.prompt, process.tenant_namespace(request.tenant)
         is_same = request.extends is None and (
             prompt is None
-            or prompt.namespace == process.tenant_namespace(request.tenant)
+            or prompt.namespace == namespace
             and prompt.shape not in process.disabled_shapes
         )
         if not is_same:
@@ -146,7 +146,7 @@ class Cache:
         if not await process.is_current():
             raise replaced()
         await self._note_tenant(process, request.tenant)
-        request.server = process.where
+        request.server, request.namespace = process.where, namespace
 
     async def serve(self, process: Process, request: Request) -> None:
         """Serve a request that was read.
@@ -230,9 +230,13 @@ class Cache:
         if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
         try:
-            namespace = process.tenant_namespace(request.tenant)
             prompt = await process.reader.read(
-                request.route, request.chat, request.headers, namespace, process.rule, process.n_ctx
+                request.route,
+                request.chat,
+                request.headers,
+                request.namespace,
+                process.rule,
+                process.n_ctx,
             )
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
@@ -256,6 +260,7 @@ class Cache:
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
+            request.words = words_of(request.chat.fields)
             if process.upstream.target.model:  # a host may change requests by the name they say
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:

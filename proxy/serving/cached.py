@@ -18,7 +18,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
-from proxy.core.saving import is_place_at_risk
+from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
@@ -29,7 +29,7 @@ from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
-from proxy.serving.planning import displaced_state, first_save, look_up, situation
+from proxy.serving.planning import displaced_state, first_save, look_up, plan_in, situation
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
@@ -203,11 +203,7 @@ class CachedRequest:
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
-        now = situation(self._process, self._prompt)
-        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
-        assert plan is not None  # its slot counts as free, and no state is expected
-        plan = self._as_wished(plan)
+        plan = self._as_wished(plan_in(self._process, self._prompt, self._plan.slot_id))
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._account.move(plan)
@@ -250,7 +246,7 @@ class CachedRequest:
         """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.start.displacement.saves:
-            save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+            save = process.saves.write_back(slot_id)
             with process.queue.announced(displaced_state(process, slot_id)):
                 await process.finish(self._lease, save)
         await self._verify()
@@ -541,13 +537,11 @@ class CachedRequest:
             process.tasks.start(process.learn_rule(rule))
 
     def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
-        """Save the slot; with *is_at_risk* only if llama-server is about to drop a needed place."""
+        """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""
         process = self._process
         if process.queue.is_placing:
             return  # another request may be running in this slot already
         content = process.slots[slot_id].content
-        if not is_at_risk or is_place_at_risk(process.rule, content, process.n_believed_points):
-            save = process.saves.write_back(
-                slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
-            )
+        if not is_at_risk or is_cut_at_risk(process.rule, content, process.n_believed_points):
+            save = process.saves.write_back(slot_id, is_just_predicted=True)
             self._lease.hand_over(process.tasks.start(save))

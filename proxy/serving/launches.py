@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
+from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import Empty, SlotTable
+from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import LastTasks, Process
@@ -76,7 +76,7 @@ class Launches:
     def is_save_coming(self) -> bool:
         """Whether a slot that is closing has yet to be saved, and the next start would empty it."""
         return bool(self._process.clears_idle_slots) and any(
-            slot.is_closing and is_write_back_due(self._process.rule, slot.content)
+            slot.phase is SlotPhase.CLOSING and is_write_back_due(self._process.rule, slot.content)
             for slot in self._table
         )
 
@@ -153,7 +153,7 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_runnin
     content = queue.table[slot_id].content
     # During a placement another request may be running there already.
     if not queue.is_placing and is_write_back_due(process.rule, content):
-        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+        await process.saves.write_back(slot_id)
 
 
 async def outlast(

@@ -1,229 +1,28 @@
-"""Requests without a planned slot: llama-server chooses the slot, or the prompt is not looked up."""
+"""Cached requests whose slot llama-server chooses by similarity, because /v1/messages drops `id_slot`.
+
+The proxy makes the prepared slot the most similar idle slot. It places one such request at a time, and
+grants no lease between its last look at the slots and llama-server's choice.
+"""
 
 import asyncio
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
-from proxy.core.messages import Route
-from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, Start
+from proxy.core.model import SlotId
+from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
-from proxy.core.slots import (
-    TAINTED,
-    Known,
-    Slot,
-    Unknown,
-    choose_slot_for_brief,
-    choose_slot_for_bypass,
-    live_reuse,
-    must_be_erased,
-    shared_tokens,
-)
-from proxy.core.tokens import Namespace
+from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
 from proxy.errors import UpstreamFault, WillBeRefused
-from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
-from proxy.llama.routes import is_task_for_each_input
 from proxy.serving.cached import CachedRequest
-from proxy.serving.launches import outlast
-from proxy.serving.process import LastTasks, Process
-from proxy.serving.queue import Choice, Lease
-from proxy.serving.request import NO_READ, Answer, OnStart, Request, do_nothing
+from proxy.serving.process import LastTasks
+from proxy.serving.request import Answer
 from proxy.tasks import Turn
 
-_FIRST_LOOK_SECONDS = 0.01
-_LAST_LOOK_SECONDS = 0.5
-
-
-class UncachedRequest:
-    """Serves one request whose prompt is not looked up; it still takes a lease, so that the slot table
-    stays true.
-
-    There are two cases:
-
-    1. llama-server honours `id_slot`: the request runs in a slot of the proxy's choice, whatever that slot
-    holds.
-    2. llama-server chooses the slot among those that it sees as idle, as for embeddings. So the request
-    waits until every leased slot is known to run its request (a slot that is being restored looks idle
-    too). Then the request leases all free slots, and slots that come free, until /slots shows which slot
-    was chosen. If the request must not run in a slot that another request leaves behind, such as another
-    tenant's, it waits until all slots are free.
-    """
-
-    def __init__(self, process: Process, request: Request, turn: Turn | None) -> None:
-        self._process = process
-        self._queue = process.queue
-        self._request = request
-        self._turn = turn
-        self._body = body = request.body
-        n_slots = 1 if body is None else n_completions(body)
-        self._n_slots = min(n_slots, len(process.slots))
-        # Embeddings and reranking are one task for each input: all slots are held to the end.
-        self._is_one_task = body is not None and not is_task_for_each_input(request.path)
-        self._namespace: Namespace = process.tenant_namespace(request.tenant)
-        self._before: LastTasks | None = None
-        self._is_placed = False
-
-    async def serve_pinned(self, body: GenerationBody) -> None:
-        """Serve the request in one slot of the proxy's choice."""
-
-        brief = self._request.conversation if self._request.is_brief else None
-
-        def choose() -> Choice[None] | None:
-            slots, namespace = self._process.slots, self._namespace
-            slot = choose_slot_for_brief(slots, brief, namespace) if brief else None
-            slot = slot or choose_slot_for_bypass(slots, namespace)
-            return Choice((slot.id,), None) if slot else None
-
-        with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
-            (slot_id,) = lease.slot_ids
-            is_tainted = taints_slot(body)
-            try:
-                can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
-                raw = pin(body, slot_id, reuses=can_reuse)
-                await self._send(raw, lambda: self._queue.note_running(slot_id))
-            except BaseException:
-                self._abandon(lease, is_tainted=is_tainted)
-                raise
-            digests = brief.digests if brief else b""
-            self._mark_unknown(lease.slot_ids, is_tainted=is_tainted, brief=digests)
-
-    async def serve_unpinned(self) -> None:
-        """Serve the request in a slot of llama-server's choice, or in several."""
-        may_be_passed = self._n_slots == 1  # it waits only until the other requests run
-        leasing = self._queue.lease(
-            self._choose,
-            since=self._request.arrived_at,
-            may_be_passed=may_be_passed,
-            is_placement=True,
-        )
-        with await leasing as lease:
-            placement = None
-            try:
-                is_clear = await self._clear_way(lease)
-                self._before = await self._process.last_tasks()
-                if self._is_one_task:
-                    placement = self._process.tasks.start(self._await_placement(lease))
-                # If another tenant's tokens are still in a slot, nothing may be reused.
-                raw = self._request.raw
-                may_reuse = is_clear and NO_READ not in self._request.wishes
-                if not may_reuse and self._body is not None:
-                    raw = without_reuse(self._body)
-                await self._send(raw)
-                used = await self._used(lease)
-            except BaseException:
-                self._abandon(lease)
-                raise
-            finally:
-                if placement is not None:
-                    placement.cancel()
-            self._mark_unknown(used)
-
-    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> None:
-        """Send the request, and report it.
-
-        The report comes at once: a client that has its answer hangs up, and that cancels this task.
-        """
-        process, request = self._process, self._request
-        answer = await process.launches.send(self._turn, request, raw, on_start)
-        if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
-            process.unsupported_paths.add(request.path)
-        process.report.not_looked_up(request, request.why or "nothing is cached")
-
-    async def _clear_way(self, lease: Lease[None]) -> bool:
-        """Save what would be lost, and erase what may not be reused; return False if that failed."""
-        cleared: set[SlotId] = set()
-        is_clear = True
-        while left := set(lease.held) - cleared:  # slots may join the lease meanwhile
-            for slot_id in left:
-                is_clear &= await self._clear(lease, slot_id)
-            cleared |= left
-        return is_clear
-
-    async def _clear(self, lease: Lease[None], slot_id: SlotId) -> bool:
-        process = self._process
-        content = process.slots[slot_id].content
-        if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
-            kind = CheckpointKind.CONVERSATION
-            await process.finish(lease, process.saves.write_back(slot_id, kind))
-        if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
-            return True
-        # /v1/messages has no flag against reuse. If a slot cannot be erased, one token overwrites it.
-        for clear in (process.erase, process.overwrite):
-            try:
-                await process.finish(lease, clear(slot_id))
-                return True
-            except UpstreamFault:
-                process.faults.count("erase")
-        return False
-
-    def _mark_unknown(
-        self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False, brief: bytes = b""
-    ) -> None:
-        """Note that the content of these slots is unknown, and that no lookup finds it in a file."""
-        for slot_id in slot_ids:
-            # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
-            content = self._process.slots[slot_id].content
-            is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
-            self._process.slots.set_content(
-                slot_id, TAINTED if is_tainted or is_unclear else unknown
-            )
-
-    def _abandon(self, lease: Lease[None], *, is_tainted: bool = False) -> None:
-        """Hold the slots until the request can no longer run in them."""
-        if not lease.held:
-            return  # a slot action took over the lease before the request was sent
-        self._mark_unknown(lease.held, is_tainted=is_tainted)
-        ending = outlast(self._process, lambda: lease.reserved)
-        lease.hand_over(self._process.tasks.start(ending))
-
-    def _choose(self) -> Choice[None] | None:
-        slots = tuple(self._process.slots)
-        free = tuple(slot.id for slot in slots if not slot.is_leased)
-        can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
-        return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
-
-    def _can_join(self, slot: Slot) -> bool:
-        """Return whether the request may run in a slot that is in use now, once its request has ended."""
-        process = self._process
-        if not slot.is_running or len(process.tenants) > 1:
-            return False  # it is not known yet whose tokens the slot will hold then
-        return not must_be_erased(process.rule, slot.content, self._namespace)
-
-    async def _await_placement(self, lease: Lease[None]) -> None:
-        """Release the other slots as soon as llama-server has chosen one."""
-        pause = _FIRST_LOOK_SECONDS
-        while self._before is not None:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            used = await self._process.begun_since(self._before) or []
-            # llama-server may choose a slot whose request has ended but whose lease has not.
-            if len(used) >= self._n_slots and set(used) <= set(lease.held):
-                self._is_placed = True
-                self._queue.end_placement(lease, used)
-                return
-
-    async def _used(self, lease: Lease[None]) -> list[SlotId]:
-        """Return the slots in which the request ran; all leased slots if that is not known."""
-        used = None if self._is_placed else await self._process.begun_since(self._before)
-        if used is None:
-            return list(lease.held)
-        while not set(used) <= set(lease.held):  # noqa: ASYNC110 - they join when their leases end
-            await asyncio.sleep(_FIRST_LOOK_SECONDS)
-        return used
-
-
-# llama-server chooses the slot of some cached requests by similarity, because /v1/messages drops id_slot.
-# The proxy makes the prepared slot the most similar idle slot. It places one such request at a time, and
-# grants no lease between its last look at the slots and llama-server's choice.
-
-
-_FIRST_SIMILAR_LOOK_SECONDS = 0.005
-_LAST_SIMILAR_LOOK_SECONDS = 0.25
+_FIRST_LOOK_SECONDS = 0.005
+_LAST_LOOK_SECONDS = 0.25
 _RIVAL_SECONDS = 30.0
 """How long a request waits for leased slots that may become more similar than its own."""
 _START_SECONDS = 10.0
@@ -271,7 +70,7 @@ class SimilarRequest(CachedRequest):
     async def _await_turn(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""
         slot_id, queue = self._plan.slot_id, self._process.queue
-        began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
+        began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
         while True:
             hold = await queue.hold()
             if self._extended and self._may_be_passed_over(slot_id):
@@ -287,13 +86,13 @@ class SimilarRequest(CachedRequest):
                 hold.end()
                 raise
             # Set only while the queue is held: other requests then plan with what the slot holds.
-            queue.table[slot_id].is_ready = stands_out
+            queue.table[slot_id].phase = SlotPhase.READY if stands_out else SlotPhase.PREPARING
             hold.end()
             if not stands_out:
                 await self._evaluate_all()
                 continue
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
 
     def _may_be_passed_over(self, slot_id: SlotId) -> bool:
         """Return whether another slot may be as similar to a prompt that is not read yet."""
@@ -366,11 +165,11 @@ class SimilarRequest(CachedRequest):
         n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
         if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
-        return is_late or (rival.is_running and len(process.tenants) <= 1)
+        return is_late or (rival.phase is SlotPhase.RUNNING and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
         """Find the slot in which the request begins; hold the queue until then, but not for long."""
-        began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
+        began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
         slot_id = self._plan.slot_id
         self._is_placed = before is None  # no other slot is as similar
         while before is not None and not self._is_placed:
@@ -385,7 +184,7 @@ class SimilarRequest(CachedRequest):
             self._find(begun)
             if is_last_look:
                 break
-            pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
             if time.monotonic() - began > _START_SECONDS:
                 hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free slots now
@@ -430,7 +229,8 @@ class SimilarRequest(CachedRequest):
         table = self._process.slots
         if len(table) == 1:
             return None
-        quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
+        is_quiet = (SlotPhase.FREE, SlotPhase.RUNNING)
+        quiet = [s.id for s in table if s.phase in is_quiet or s.id == slot_id]
         before = await self._process.last_tasks()
         return None if before is None else {other: before.get(other, -1) for other in quiet}
 

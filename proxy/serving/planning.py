@@ -1,12 +1,13 @@
 """The situation of a plan: slots, checkpoints, rates, and states that are about to be saved."""
 
 import time
+from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, ExpectedState, Prompt, RuleKind, SlotId
-from proxy.core.plan import Plan, Situation, promising
+from proxy.core.plan import Plan, Situation, plan_request, promising
 from proxy.core.saving import at_savable_point, expected_bytes
-from proxy.core.slots import Known
+from proxy.core.slots import Known, SlotPhase
 from proxy.serving.process import Process
 
 
@@ -39,6 +40,15 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         process.sizes,
         process.queue.expected,
     )
+
+
+def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
+    """Return the cheapest plan in one slot, leased or not."""
+    now = situation(process, prompt)
+    mine = replace(now.slots[slot_id], phase=SlotPhase.FREE)
+    plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
+    assert plan is not None  # its slot counts as free, and no state is expected
+    return plan
 
 
 # States that are about to be saved. When two requests with the same new header come at the same moment,

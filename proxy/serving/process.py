@@ -24,7 +24,6 @@ from proxy.core.model import (
     NO_RULE,
     Candidate,
     Checkpoint,
-    CheckpointKind,
     Cuts,
     Prompt,
     Quarantine,
@@ -144,15 +143,15 @@ class Process(Services):
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
+    slots: SlotTable = field(init=False)
+    """The content and the lease of each slot."""
     on_way: "set[Request]" = field(default_factory=set)
     """Requests that another llama-server has read and this process will serve."""
     is_current: Callable[[], Awaitable[bool]] = _is_always
     """Asks llama-server now; returns whether this process still answers."""
 
-    @property
-    def slots(self) -> SlotTable:
-        """What each slot holds, and who leases it."""
-        return self.queue.table
+    def __post_init__(self) -> None:
+        self.slots = self.queue.table
 
     @property
     def can_cache(self) -> bool:
@@ -345,7 +344,7 @@ class Process(Services):
         if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
             return
         with lease:
-            await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
+            await self.finish(lease, self.saves.write_back(slot_id))
             try:
                 await self.finish(lease, self.erase(slot_id))
             except UpstreamFault as fault:

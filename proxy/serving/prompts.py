@@ -11,28 +11,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import msgspec
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.messages import SYSTEM_ROLES, Route, text_of
+from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_system, text_of
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
-from proxy.llama.bodies import (
-    GenerationBody,
-    begins_with_reminder,
-    has_media,
-    has_several_texts,
-    is_first_message,
-    last_text,
-    last_user_index,
-    leading_system,
-    rendering_key,
-    with_first_text_and,
-    with_last_text,
-    with_messages,
-)
+from proxy.llama.bodies import GenerationBody, has_media, leading_system, rendering_key
 from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
 
 _N_REMEMBERED = 256
@@ -141,7 +130,7 @@ class PromptReader:
         user, other = ({"role": "user", "content": text} for text in _OTHER_TEXTS)
         messages = [*body.messages, answer, user]
         raw, with_reasoning = (
-            with_messages(body, [*body.messages, a, user], generation_prompt=False)
+            with_messages(body, [*body.messages, a, user])
             for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
         )
         text = await self._upstream.apply_template(raw, headers)
@@ -180,7 +169,7 @@ class PromptReader:
                 surroundings=surroundings,
             )
         if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
-            head = with_messages(body, messages, generation_prompt=False)
+            head = with_messages(body, messages)
             self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
         return Cuts(header, self._remembered(key, tokens), message_end)
 
@@ -199,11 +188,11 @@ class PromptReader:
             return 0
         body = rendering.body
         message = body.messages[newest]
-        if is_first_message(body, newest) and not has_several_texts(message):
+        if _is_first_message(body, newest) and not _has_several_texts(message):
             return 0
-        others = [with_last_text(message, text) for text in _OTHER_TEXTS]
+        others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._shared_with, rendering, newest, others)
-        own = last_text(message)
+        own = _last_text(message)
         return await self._cut_at_ending(rendering, own, find) if own else (await find())[0]
 
     async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
@@ -213,12 +202,12 @@ class PromptReader:
         the status of the repository, which differs in the next session.
         """
         body = rendering.body
-        if newest is None or not is_first_message(body, newest):
+        if newest is None or not _is_first_message(body, newest):
             return 0
         message = body.messages[newest]
-        if message.get("role") != "user" or not begins_with_reminder(message):
+        if message.get("role") != "user" or not _begins_with_reminder(message):
             return 0
-        others = [with_first_text_and(message, text) for text in _OTHER_TEXTS]
+        others = [_with_first_text_and(message, text) for text in _OTHER_TEXTS]
         return (await self._shared_with(rendering, newest, others))[0]
 
     async def _shared_with(
@@ -230,17 +219,14 @@ class PromptReader:
         """
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
-        bodies = [
-            with_messages(body, [*before, other, *behind], generation_prompt=False)
-            for other in others
-        ]
+        bodies = [with_messages(body, [*before, other, *behind]) for other in others]
         return min([await self._cut_before(rendering, other) for other in bodies])
 
     async def _message_end(self, rendering: _RenderedPrompt, *, is_wanted: bool) -> int:
         """Return the end of the last complete message: where the generation prompt begins."""
         if not is_wanted:
             return 0
-        plain = with_messages(rendering.body, rendering.body.messages, generation_prompt=False)
+        plain = with_messages(rendering.body, rendering.body.messages)
         find = partial(self._cut_before, rendering, plain)
         return min(await self._cut_at_ending(rendering, "", find), len(rendering.tokens) - 1)
 
@@ -311,16 +297,12 @@ class PromptReader:
     async def _shared_header(
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
     ) -> TokenIds:
+        bodies = (
+            with_messages(body, [*system, {"role": "user", "content": user}])
+            for user in _OTHER_TEXTS
+        )
         texts = await asyncio.gather(
-            *(
-                self._upstream.apply_template(
-                    with_messages(
-                        body, [*system, {"role": "user", "content": user}], generation_prompt=False
-                    ),
-                    headers,
-                )
-                for user in _OTHER_TEXTS
-            )
+            *(self._upstream.apply_template(raw, headers) for raw in bodies)
         )
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await self._upstream.pieces(shared, headers)
@@ -419,6 +401,58 @@ class KnownTexts:
         index = await last_special_token(self._upstream, pieces, headers)
         if index >= 0 and isinstance(piece := pieces[index].piece, str) and piece in ending:
             self._mark = piece, pieces[index].id
+
+
+# Messages with other texts, to see where renderings differ.
+
+
+def _has_several_texts(message: dict[str, Any]) -> bool:
+    """Return whether a message's content is several parts, the last of them a text."""
+    content = message.get("content")
+    return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
+
+
+def _begins_with_reminder(message: dict[str, Any]) -> bool:
+    """Return whether a message has several parts, the first written by an agent and not by its user."""
+    first = message["content"][0] if _has_several_texts(message) else None
+    return text_of(first, "text").startswith(REMINDER_TAG)
+
+
+def _last_text(message: dict[str, Any]) -> str:
+    """Return the text that `_with_last_text` replaces; empty if there is none."""
+    if _has_several_texts(message):
+        return text_of(message["content"][-1], "text")
+    return text_of(message, "content")
+
+
+def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message with *text* instead of its text, or instead of its last part if it has several."""
+    if _has_several_texts(message):
+        *others, last = message["content"]
+        return {**message, "content": [*others, {**last, "text": text}]}
+    return {**message, "content": text}
+
+
+def _with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message of several parts with *text* instead of all but the first of them."""
+    return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
+
+
+def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
+    """Return a body that renders *messages* as the request would, without the generation prompt."""
+    changed = {"messages": messages, "add_generation_prompt": False}
+    return msgspec.json.encode({**body.fields, **changed})
+
+
+def _is_first_message(body: GenerationBody, index: int) -> bool:
+    """Return whether only system messages come before a message."""
+    return index <= n_leading_system(body.messages)
+
+
+def last_user_index(body: GenerationBody) -> int | None:
+    """Return the index of the newest user message, or None."""
+    indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
+    return max(indices, default=None)
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:

@@ -13,6 +13,7 @@ from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
 from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
+from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.explain.known import Kind
@@ -22,6 +23,7 @@ from proxy.llama.client import LlamaServer, Timings
 
 NO_STORE, NO_READ = "no_store", "no_read"
 _SALT = "cache_salt"
+_NOBODYS = Namespace(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
+    of a stream only if that was kept.
     """
 
     status: int
@@ -71,16 +74,17 @@ class Request:
     of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send, `body` the same decoded,
     None if it is no JSON object.
 
-    The fields from `server` on are set anew for each llama-server that tries to serve the request.
-    `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
-    `chat` is the body in the chat form, `shape` its kind of form, `conversation` its messages as digests,
-    and `kind` says how it relates to earlier requests. Without a `prompt`, `why` says why the request is
-    not cached. If the request plainly goes on with what a slot holds, `extends` is that content, and
-    `prompt` has its tokens until the real prompt has been read. A request that `is_brief` is too short to
-    be looked up. The request joined its first queue at `queued_at` of the monotonic clock, 0 if it has
-    joined none yet, and its answer was whole at `answered_at`. `foresee` returns the cause that will be
-    reported if all goes as planned. `shared` says what the shared store gave, empty if nothing was asked
-    of it; that took `fetch_seconds`.
+    The fields from `server` on are set anew for each llama-server that tries to serve the request. `server`
+    is its name, empty if there is only one, and `namespace` that of the tenant there; `rewrites` are the
+    stabilizers that changed the body; `chat` is the body in the chat form, `shape` its kind of form,
+    `conversation` its messages as digests, `words` are its user's first words, and `kind` says how it
+    relates to earlier requests. Without a `prompt`, `why` says why the request is not cached. If the
+    request plainly goes on with what a slot holds, `extends` is that content, and `prompt` has its tokens
+    until the real prompt has been read. A request that `is_brief` is too short to be looked up. The request
+    joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its
+    answer was whole at `answered_at`. `foresee` returns the cause that will be reported if all goes as
+    planned. If it `keeps_text`, the text of its answer is kept, even of a stream. `shared` says what the
+    shared store gave, empty if nothing was asked of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -103,9 +107,11 @@ class Request:
     body: GenerationBody | None = None
     queued_at: float = 0.0
     server: str = ""
+    namespace: Namespace = _NOBODYS
     rewrites: tuple[str, ...] = ()
     chat: GenerationBody | None = None
     shape: str = ""
+    words: str = ""
     kind: Kind = Kind.NONE
     conversation: Conversation | None = None
     extends: Known | None = None
@@ -116,6 +122,7 @@ class Request:
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
+    keeps_text: bool = False
     shared: str = ""
     fetch_seconds: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
@@ -139,16 +146,16 @@ class Request:
         if body and (warming := only_to_warm(self.route, body)):
             self.warms = "stream" if body.wants_stream else "whole"
             raw, body = warming, parse_body(warming)
-        self._received = raw, body
-        self.begin("")
         self.wishes = cache_wishes(body, self.asked_cache)
         self.model = self.model or (body.named_model if body else "")
         self.session = self.session or (body.session if body else "")
+        self._received = raw, body
+        self.begin()
         return self
 
-    def begin(self, server: str) -> None:
+    def begin(self, server: str = "", namespace: Namespace = _NOBODYS) -> None:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
-        (self.raw, self.body), self.server = self._received, server
+        (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
         self.fetch_seconds = 0.0

@@ -22,8 +22,7 @@ from proxy.core.cuts import (
 from proxy.core.messages import CONVERSATIONS, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.llama.bodies import GenerationBody
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Target
+from proxy.llama.client import LlamaServer, Target
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
@@ -73,7 +72,7 @@ class Stabilizing:
         result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
         for failed, reason in result.failures.items():
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
-        if NO_STORE not in request.wishes:  # what was learned is written to the index
+        if result.lessons and NO_STORE not in request.wishes:  # lessons are written to the index
             self._memory.learn(result.lessons)
         with suppress(ValueError):  # larger than _SEEN_BYTES
             self._seen[key] = result.seen, len(body.raw)

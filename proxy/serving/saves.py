@@ -22,9 +22,9 @@ from proxy.core.model import (
 )
 from proxy.core.saving import (
     at_savable_point,
-    edit_places,
+    edit_cuts,
     is_write_back_due,
-    places_of,
+    likely_cuts,
     points_of_others,
     select_points,
 )
@@ -55,7 +55,11 @@ class SlotSaves:
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def write_back(
-        self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
+        self,
+        slot_id: SlotId,
+        kind: CheckpointKind = CheckpointKind.CONVERSATION,
+        *,
+        is_just_predicted: bool = False,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
@@ -212,10 +216,10 @@ class SlotSaves:
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
-        places = places_of(content, kind)
+        cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
-        inside, state_bytes = edit_places(content), saved.state.state_end
-        selection = select_points(own, others, places, self._process.rates, inside, state_bytes)
+        inside, state_bytes = edit_cuts(content), saved.state.state_end
+        selection = select_points(own, others, cuts, self._process.rates, inside, state_bytes)
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()

@@ -14,8 +14,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault
 from proxy.explain.report import Journal, Report
 from proxy.health import Degradations, Faults
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Target
+from proxy.llama.client import LlamaServer, Target
 from proxy.metrics import Metrics
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
@@ -72,7 +71,8 @@ class Shared:
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
         """Return the services of one llama-server; *where* is its name, empty if there is only one."""
-        return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
+        here = self.everywhere.at(where)
+        return Services(**vars(self), upstream=upstream, degradations=here, where=where)
 
     @property
     def store(self) -> CheckpointStore:
@@ -94,15 +94,11 @@ def new_shared(
 
 @dataclass(eq=False)
 class Services(Shared):
-    """The services of one llama-server, whichever process of it runs."""
+    """The services of one llama-server, whichever process of it runs; `where` is as in `Shared.of`."""
 
     upstream: LlamaServer
     degradations: Degradations
-
-    @property
-    def where(self) -> str:
-        """The llama-server's name, empty if there is only one."""
-        return self.degradations.where
+    where: str
 
 
 def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:

@@ -224,9 +224,9 @@ def keep_tool_order(draft: Draft) -> None:
         return
     keys = draft.key("tool order"), key_of("tool order", draft.facts.tenant, draft.route)
     orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
-    places = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
+    positions = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
     # Sorting is stable, so unknown tools keep the client's order at the end.
-    names = sorted(tools, key=lambda name: places.get(name, len(places)))
+    names = sorted(tools, key=lambda name: positions.get(name, len(positions)))
     draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
     for key, order in zip(keys, orders, strict=True):
         draft.lessons[key] = list(dict.fromkeys(order + names))[-_MAX_TOOLS:]

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import xxhash
 
-from proxy.core.model import Checkpoint, CheckpointId, keyed_tenant, tenant_namespace
+from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import (
     IndexDamaged,
@@ -43,14 +43,7 @@ from proxy.store.files import (
     temporary_name_of,
 )
 from proxy.store.index import Entry, Index, Summary
-from proxy.store.known_models import (
-    Owner,
-    introduce,
-    known_tenants,
-    owners,
-    tenants_name,
-    unkeyed_tenants,
-)
+from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
 SECRET_NAME = "key-secret"
@@ -196,7 +189,6 @@ class StoreDirectory:
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
                 self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
-                self._key_tenants()
             except OSError as error:
                 raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
@@ -214,22 +206,6 @@ class StoreDirectory:
             if self._states_without_entry() and not mends_index:
                 raise IndexDamaged(path, reason)
             self._enter_states(reason)
-
-    def _key_tenants(self) -> None:
-        """Rename the tenants of older versions to their keyed names."""
-        for model, tenant in list(unkeyed_tenants(self.index)):
-            keyed, moved = keyed_tenant(self.secret, tenant), list[Checkpoint]()
-            old, new = tenant_namespace(model, tenant), tenant_namespace(model, keyed)
-            known = known_tenants(self.index, model) | {keyed}
-            self.index.put_value(tenants_name(model), sorted(known))
-            for checkpoint in self.index.all():
-                tokens = self.index.tokens(checkpoint.id)
-                if checkpoint.namespace == old and tokens is not None:
-                    moved.append(replace(checkpoint, namespace=new))
-                    hashes = hash_prefixes(old, tokens), hash_prefixes(new, tokens)
-                    self.index.update(moved[-1:], *hashes)
-            self.write_sidecars(moved)
-            self.index.put_value(tenants_name(model), sorted(known - {tenant}))
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
@@ -276,21 +252,13 @@ class StoreDirectory:
 
     # The records beside the states.
 
-    def write_sidecars(
-        self, checkpoints: Iterable[Checkpoint], *, only_missing: bool = False
-    ) -> None:
-        """Write records beside states; they are durable once the directory is synced. Raises OSError.
-
-        With *only_missing* only states without a record get one: older versions did not write records.
-        """
+    def write_sidecars(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Write records beside states; they are durable once the directory is synced. Raises OSError."""
         known = dict(owners(self.index))
-        there = set(self.files.names()) if only_missing else set()
         for checkpoint in checkpoints:
-            name, beside = checkpoint.file_name, self.files.sidecar_name(checkpoint.file_name)
-            if only_missing and (name not in there or beside in there):
-                continue
+            name = self.files.sidecar_name(checkpoint.file_name)
             sidecar = Sidecar(checkpoint, known.get(checkpoint.namespace))
-            self.files.write_whole(beside, encode_sidecar(sidecar))
+            self.files.write_whole(name, encode_sidecar(sidecar))
 
     def read_sidecar(self, name: str) -> Sidecar | None:
         """Return the record beside the state *name*, None if it is gone or damaged; raises OSError."""
@@ -356,7 +324,6 @@ class StoreDirectory:
 
     def make_index_anew(self, reason: str) -> None:
         """Forget all entries, and enter all states again."""
-        self.write_sidecars(self.index.all(), only_missing=True)
         self.index.begin_rebuild(reason)
         self._enter_states(reason)
 

@@ -75,8 +75,6 @@ _DATABASES: dict[bytes, dict[str, Any]] = {
     b"order": {},
 }
 _LIMITS: dict[str, Any] = {"max_dbs": len(_DATABASES), "map_size": MAP_SIZE_BYTES}
-_OF_FORMAT_1 = 4
-"""The first so many databases are those of format 1."""
 
 
 class Index:
@@ -104,11 +102,12 @@ class Index:
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name
-            # Of an index that is only read, the databases of format 1 are enough.
-            databases = list(_DATABASES.items())[: None if scratch is None else _OF_FORMAT_1]
-            opened = [self._env.open_db(n, create=scratch is None, **o) for n, o in databases]
-            self._checkpoints, self._tokens, self._prefixes, self._values, *added = opened
-            self._summaries, self._order = added or (self._values, self._values)  # not read then
+            opened = [
+                self._env.open_db(name, create=scratch is None, **options)
+                for name, options in _DATABASES.items()
+            ]
+            self._checkpoints, self._tokens, self._prefixes, self._values, *others = opened
+            self._summaries, self._order = others
         except (lmdb.Error, OSError) as error:
             raise StoreFault(f"index {path} cannot be opened: {in_words(error)}") from error
         self._check_format(path)
@@ -119,14 +118,10 @@ class Index:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
                 self._put_value(txn, _REBUILD, "it was not there")
-        elif found == 1 and not self._is_readonly:  # format 1 has no summaries
-            records = self.all()
-            with self._writing() as txn:
-                for record in records:
-                    self._put_record(txn, _ID.pack(record.id), record)
-                self._put_value(txn, "format", FORMAT_VERSION)
-        elif found not in (1, FORMAT_VERSION):
+        elif found != FORMAT_VERSION:
             self.close()
+            if found is not None and found < FORMAT_VERSION:
+                raise IndexDamaged(path, f"an older version wrote it, in format {found}")
             raise StoreFault(
                 f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
                 "that wrote it, or delete index/: it is made anew from the states"
@@ -422,8 +417,7 @@ def _faults() -> Iterator[None]:
 # Sound files for LMDB.
 #
 # A closed index has its checksum beside it until the next write. The entries of an index without a checksum
-# (kill -9, an older version) are copied into a new file by a separate process, which a damaged page may
-# end.
+# (kill -9) are copied into a new file by a separate process, which a damaged page may end.
 
 
 _SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
@@ -446,8 +440,8 @@ def sound_file(path: Path, copy: Path) -> Path:
     with file.open("rb"):  # raises OSError if it may not be read
         pass
     try:
-        sealed = seal_of(file).read_text().split()[-1]  # older versions put a number before it
-    except (OSError, ValueError, IndexError):
+        sealed = seal_of(file).read_text().strip()
+    except (OSError, ValueError):
         _copy_apart(path, copy)
         return copy
     if sealed != _digest(file):

@@ -5,14 +5,13 @@ the model, which is known without evaluating anything, beside the canary that th
 """
 
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 
 from proxy.core.model import (
-    UNKEYED_BYTES,
     Checkpoint,
     KnownNamespace,
     choose_namespace,
@@ -83,14 +82,6 @@ def namespaces_name(static: str) -> str:
 
 def tenants_name(model_namespace: Namespace | None) -> str:
     return TENANTS_PREFIX + (model_namespace or b"").hex()
-
-
-def unkeyed_tenants(index: Index) -> Iterator[tuple[Namespace, bytes]]:
-    """Yield the tenants whose names lack the secret, so that anybody could test a guessed API key."""
-    for name in index.names(TENANTS_PREFIX):
-        with suppress(ValueError):  # the name of a damaged value
-            model = Namespace(bytes.fromhex(name.removeprefix(TENANTS_PREFIX)))
-            yield from ((model, t) for t in known_tenants(index, model) if len(t) == UNKEYED_BYTES)
 
 
 def namespace_of(index: Index, owner: Owner) -> Namespace | None:

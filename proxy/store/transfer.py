@@ -195,8 +195,7 @@ def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
 def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
     """Return whether a model is new to the store; raises BundleRefused unless it *may_be_new*.
 
-    Also raises BundleRefused for a tenant of another secret, whose states no request would find here. The
-    next opening renames the tenants of older versions.
+    Also raises BundleRefused for a tenant of another secret, whose states no request would find here.
     """
     if is_of_other_secret(store.secret, owner.tenant):
         raise BundleRefused(

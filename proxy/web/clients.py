@@ -1,8 +1,8 @@
 """The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +11,8 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.core.model import keyed_tenant
-from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
+from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report
-from proxy.explain.views import client_name
 from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
@@ -38,6 +37,10 @@ _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
 """The session headers of Claude Code, OpenCode and codex, and that of an agent within a session."""
+_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
+    "QwenCode": "Qwen Code"
+}
+_N_CLIENT = 40
 
 
 def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
@@ -57,6 +60,19 @@ def tenant_of(keys: Mapping[str, str], secret: bytes) -> bytes:
 def _session_of(headers: Mapping[str, str]) -> str:
     told = " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
     return told.encode(errors="replace").decode()  # bytes that are no UTF-8 came as surrogates
+
+
+def client_name(user_agent: str) -> str:
+    """Return what people call the client that sends this User-Agent header, with its version."""
+    library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
+    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
+    if user_agent.startswith("Mozilla/"):
+        return "a browser"
+    if library:
+        return f"{library[1].replace('/', ' ')} {library[2]}"[:_N_CLIENT]
+    if product:
+        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
+    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]
 
 
 class Connection(asyncio.Protocol):
@@ -97,7 +113,6 @@ class Front:
     max_requests: int
     aliases: Aliases
     secret: bytes
-    n_requests: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
@@ -111,10 +126,6 @@ class Front:
                 raise ProxyError("the request target must be a path", 400)
             if not HttpVersion10 <= request.version <= HttpVersion11:
                 raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
-            if changes_server_state(request.method, path):
-                raise ProxyError(
-                    f"POST {path} would change llama-server's state behind the cache's back", 403
-                )
             if exchange.route is None:
                 await self._pass_on(exchange, model, may_load=may_load)
             else:
@@ -139,6 +150,10 @@ class Front:
     async def _pass_on(self, exchange: Exchange, model: str, *, may_load: bool) -> None:
         """Pass on a request that is no generation to the first llama-server that can be reached."""
         request, path = exchange.client, exchange.path
+        if changes_server_state(request.method, path):
+            raise ProxyError(
+                f"POST {path} would change llama-server's state behind the cache's back", 403
+            )
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
         counts = self.aliases and counts_tokens(request.method, path)
@@ -160,7 +175,7 @@ class Front:
             await exchange.send(last, content, headers=headers)
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
-        """Serve a generation request through the cache; raises TooManyRequests and as `Pool.serve`."""
+        """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
         headers = exchange.client.headers
         keys = keys_of(headers)
         request = Request(
@@ -179,7 +194,7 @@ class Front:
         exchange.tell = partial(self.report.told, request)
         try:
             body = await self._read_body(exchange.client)
-            with self._counted(), self.report.in_flight(request):
+            with self.report.in_flight(request, self.max_requests):
                 if request.receive(body, self.secret).wants_stream:
                     exchange.writer.keep()
                 await self.pool.serve(request)
@@ -190,22 +205,12 @@ class Front:
         finally:
             await exchange.writer.stop_keeping()
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a request that has been read while the block runs; raises TooManyRequests."""
-        if self.n_requests >= self.max_requests:
-            raise TooManyRequests(f"{self.max_requests} requests are being served already")
-        self.n_requests += 1
-        try:
-            yield
-        finally:
-            self.n_requests -= 1
-
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body with llama-server's name of the model; raises ProxyError over the limits."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                return with_alias(await request.read(), self.aliases)
+                body = await request.read()
+                return with_alias(body, self.aliases) if self.aliases else body
         except TimeoutError as error:
             message = f"the request body did not come within {BODY_SECONDS:.0f} s"
             raise ProxyError(message, 408) from error

@@ -141,12 +141,21 @@ class StreamEdit:
         return self._usage.of_line(line)
 
 
+def _true_usage(path: str, n_found: int | None, diagnose: Diagnose | None) -> TrueUsage | None:
+    """Return what corrects an answer; None if it passes as it is.
+
+    Anthropic's answers always get the count of newly cached tokens.
+    """
+    is_needed = is_anthropic(path) or n_found is not None or diagnose is not None
+    return TrueUsage(path, n_found, diagnose) if is_needed else None
+
+
 def edit_of_stream(
     path: str, n_found: int | None, diagnose: Diagnose | None = None
 ) -> StreamEdit | None:
     """Return the edit of a stream, None if it passes unchanged; *n_found* is as in serving's Relay."""
-    usage = TrueUsage(path, n_found, diagnose)
-    return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage.is_needed else None
+    usage = _true_usage(path, n_found, diagnose)
+    return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage else None
 
 
 def edit_of_answer(
@@ -154,8 +163,8 @@ def edit_of_answer(
 ) -> Edit | None:
     """Return the edit of an answer that comes whole, None if it passes unchanged."""
     if status == 200:
-        usage = TrueUsage(path, n_found, diagnose)
-        return usage.of_answer if usage.is_needed else None
+        usage = _true_usage(path, n_found, diagnose)
+        return usage.of_answer if usage else None
     if status >= 400 and is_anthropic(path):
         return lambda body: anthropic_error(status, body)
     return None

@@ -12,8 +12,8 @@ from multidict import CIMultiDict
 from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
-from proxy.llama.client import Heard, LlamaServer, reason_of
-from proxy.llama.routes import Target, generation_route
+from proxy.llama.client import Heard, LlamaServer, Target, reason_of
+from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import ClientWriter, Unread
@@ -139,7 +139,8 @@ class Exchange:
             self.writer.response = await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         route = self.route if answer.status == 200 else None
-        self._reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
+        content_type = answer.headers.get("Content-Type", "")
+        self._reader = AnswerReader(content_type, route, keeps_text=self._told.keeps_text)
         return await self._pass_on(target, lines, edited)
 
     async def _pass_on(

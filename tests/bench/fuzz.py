@@ -32,13 +32,13 @@ from proxy.llama.bodies import (
     chat_reason,
     conversation_of,
     header_request,
-    last_user_index,
     parse_body,
     pin,
     taints_slot,
 )
 from proxy.llama.state_edits import Source, repair_window, select_context_checkpoints
 from proxy.llama.state_file import read_state_file
+from proxy.serving.prompts import last_user_index
 from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize
 from proxy.store.directory import decode_sidecar, encode_sidecar

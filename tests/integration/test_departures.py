@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from proxy.serving import launches
+from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up
+from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, question
 from tests.lab.waiting import until
 
 
@@ -161,3 +161,17 @@ async def test_many_clients_that_leave_leak_nothing(start_rig: StartRig, with_sl
         await asyncio.gather(*asked)
         await rig.settled()
         assert (await rig.health())["n_waiting"] == 0
+
+
+async def test_warming_waits_for_a_save_that_began_with_its_answer(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cached, "is_place_at_risk", lambda *_: True)
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("save", n_calls=1)
+        body = {"messages": question("a")}
+        warming = asyncio.ensure_future(rig.client.post(rig.admin_url + "/warm?whole=1", json=body))
+        await gate.reached()
+        gate.open()
+        async with await warming as reply:
+            assert '"warmed"' in (await reply.text()).splitlines()[-1]

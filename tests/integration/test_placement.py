@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.core.model import SlotId
-from proxy.core.slots import TAINTED
+from proxy.core.slots import TAINTED, SlotPhase
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
@@ -48,7 +48,9 @@ async def begin_stream(
     """Begin a slow answer and return once it is known to run."""
     body = {"messages": messages, "stream": True, "max_tokens": 10}
     streaming = asyncio.ensure_future(rig.post(CHAT, body, key=key))
-    await until(lambda: rig.process and any(s.is_running for s in rig.process.slots))
+    await until(
+        lambda: rig.process and any(s.phase is SlotPhase.RUNNING for s in rig.process.slots)
+    )
     return streaming
 
 
@@ -144,7 +146,9 @@ async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: S
         await gate.reached()
         assert rig.process is not None
         chosen = next(slot for slot in rig.server.slots if slot.is_processing)
-        await until(lambda: rig.process and rig.process.slots[SlotId(chosen.id)].is_running)
+        await until(
+            lambda: rig.process and rig.process.slots[SlotId(chosen.id)].phase is SlotPhase.RUNNING
+        )
         assert rig.n_occupied() == 1, "the slot that was made ready is free again"
         gate.open()
         assert (await asked).content["usage"]["input_tokens"] <= 10

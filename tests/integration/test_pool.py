@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy.llama.client import LlamaServer
+from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models
-from proxy.llama.routes import Target
 from proxy.servers import addresses, models
 from proxy.servers.server import Phase
 from proxy.settings import Settings

@@ -14,7 +14,8 @@ from proxy.core.tokens import Namespace
 from proxy.errors import NotConvertible, UpstreamRefused
 from proxy.llama import client as llama_server
 from proxy.llama.bodies import as_chat_body, parse_body
-from proxy.llama.routes import Target, generation_route
+from proxy.llama.client import Target
+from proxy.llama.routes import generation_route
 from proxy.llama.state_file import read_state_file
 from proxy.serving.prompts import PromptReader
 from tests.lab import generated_bodies, messages_bodies, responses_bodies

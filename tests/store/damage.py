@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from proxy.store.index import Index
 
 PAGE = 4096
@@ -76,16 +74,6 @@ def put_bad_summary(directory: Path, offset: int) -> None:
         changed = bytearray(summary)
         changed[offset] ^= 0x40
         transaction.put(key, bytes(changed), db=index._summaries)
-    index.close()
-
-
-def make_format_1(directory: Path) -> None:
-    """Leave an index as versions before the summaries wrote it."""
-    index = Index(directory / "index")
-    with index._writing() as transaction:
-        transaction.drop(index._summaries)
-        transaction.drop(index._order)
-        transaction.put(b"format", msgspec.msgpack.encode(1), db=index._values)
     index.close()
 
 

@@ -30,7 +30,6 @@ from tests.store.conftest import branch, found, names_in, new_state, opened, run
 from tests.store.damage import (
     flipped,
     leave_unsealed,
-    make_format_1,
     put_bad_record,
     put_bad_summary,
     put_unreadable,
@@ -334,26 +333,6 @@ async def test_rebuild_that_was_broken_off_is_taken_up(
         pass
 
 
-@pytest.mark.parametrize("is_sealed", [True, False], ids=["closed", "killed"])
-async def test_index_of_format_1_is_converted_and_loses_nothing(
-    directory: Path, is_sealed: bool
-) -> None:
-    expected = records(directory)
-    with opened(directory) as store:
-        n_bytes = store.size_bytes, store.pinned_bytes
-        await store.put_value("rates of a model", 7)
-    make_format_1(directory)
-    if not is_sealed:
-        leave_unsealed(directory)
-    assert len(read_index(directory)[0]) == len(expected)
-    with opened(directory) as store:
-        assert "index_made_anew" not in store.report
-        assert (store.size_bytes, store.pinned_bytes) == n_bytes
-        assert store.index.value("rates of a model", int) == 7
-        assert store.index.inconsistency(reads_all=True) == ""
-    assert await rebuilt(directory) == expected
-
-
 async def test_index_of_another_format_is_made_anew_once_it_is_deleted(directory: Path) -> None:
     expected = records(directory)
     index = Index(directory / "index")
@@ -362,6 +341,14 @@ async def test_index_of_another_format_is_made_anew_once_it_is_deleted(directory
     with pytest.raises(StoreFault, match="delete index/"), opened(directory):
         pass
     shutil.rmtree(directory / "index")
+    assert await rebuilt(directory) == expected
+
+
+async def test_index_of_an_older_format_is_made_anew(directory: Path) -> None:
+    expected = records(directory)
+    index = Index(directory / "index")
+    index.put_value("format", 1)
+    index.close()
     assert await rebuilt(directory) == expected
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from proxy.core.eviction import Removal
 from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
 from proxy.core.tokens import Namespace
 from proxy.store.directory import SECRET_NAME
-from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, tenants_name
+from proxy.store.known_models import known_namespaces, namespaces_name, tenants_name
 from proxy.store.offline import open_offline
 from proxy.store.store import CheckpointStore
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
@@ -42,10 +41,6 @@ async def fill(directory: Path, tenant_of: Callable[[bytes], bytes]) -> None:
             await store.commit(*new_state(store, tokens, content=content, namespace=namespace))
 
 
-def unkeyed(_: bytes) -> bytes:
-    return OLD
-
-
 def keyed(secret: bytes) -> bytes:
     return keyed_tenant(secret, OLD)
 
@@ -61,41 +56,12 @@ def n_found(store: CheckpointStore) -> tuple[int, int]:
     return len([*store.find(own, PROMPTS[0])]), len([*store.find(common, PROMPTS[1])])
 
 
-def told_of(directory: Path, *secrets: bytes) -> list[str]:
-    """Return the files of a directory that have any of some bytes."""
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    return [path.name for path in files if any(s in path.read_bytes() for s in secrets)]
-
-
 def test_secret_is_made_with_the_directory_and_stays(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         secret = store.secret
     assert (tmp_path / SECRET_NAME).stat().st_mode & 0o777 == 0o600
     with opened(tmp_path) as store:
         assert store.secret == secret
-
-
-async def test_digests_of_an_older_store_are_keyed_at_its_first_opening(tmp_path: Path) -> None:
-    await fill(tmp_path, unkeyed)
-    for _ in range(2):
-        with opened(tmp_path) as store:
-            assert n_found(store) == (1, 1)
-            assert known_tenants(store.index, model_in(store)) == {keyed(store.secret)}
-            assert "api_keys_of_another_secret" not in store.report
-            # LMDB leaves what was there before in pages that nobody reads: they are used again.
-    assert [n for n in told_of(tmp_path, OLD, tenant_namespace(MODEL, OLD)) if ".meta" in n] == []
-
-
-async def test_index_made_anew_from_records_of_an_older_store_has_keyed_digests(
-    tmp_path: Path,
-) -> None:
-    await fill(tmp_path, unkeyed)
-    for path in (tmp_path / "index").iterdir():
-        path.unlink()
-    with opened(tmp_path) as store:
-        assert n_found(store) == (1, 1)
-        assert known_tenants(store.index, model_in(store)) == {b"", keyed(store.secret)}
-    assert [n for n in told_of(tmp_path, OLD) if ".meta" in n] == []
 
 
 async def test_secret_that_is_gone_is_told_and_loses_no_state_of_nobody(tmp_path: Path) -> None:
@@ -136,21 +102,3 @@ async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
                 import_checkpoints(store, file, nothing, min_free_bytes=0)
     with opened(second) as opened_store:
         assert not has_secret or n_found(opened_store) == (1, 1)
-
-
-async def test_export_of_an_older_version_is_entered_under_the_secret_of_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    await fill(first, unkeyed)
-    with monkeypatch.context() as patched:
-        patched.setattr("proxy.store.directory.StoreDirectory._key_tenants", lambda _: None)
-        file = await exported(first, tmp_path)
-    second.mkdir()
-    with open_offline(second, may_be_new=True) as store:
-        import_checkpoints(store, file, nothing, min_free_bytes=0)
-    with opened(second) as opened_store:
-        assert n_found(opened_store) == (1, 1)
-        for checkpoint in [*opened_store]:
-            await opened_store.remove(checkpoint, Removal.OPERATOR)
-    assert [n for n in told_of(second, OLD) if ".meta" in n] == []

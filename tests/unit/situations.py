@@ -18,7 +18,7 @@ from proxy.core.model import (
 from proxy.core.plan import Displacement, Plan, Situation, displace, plan_request
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
-from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, shared_tokens
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, SlotPhase, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, checkpoint, run_of, steady
 
@@ -129,7 +129,7 @@ def live_slots(draw: st.DrawFn, min_size: int = 0) -> tuple[Slot, ...]:
         Slot(
             SlotId(i),
             draw(contents()),
-            is_leased=draw(st.booleans()),
+            phase=draw(st.sampled_from((SlotPhase.FREE, SlotPhase.PREPARING))),
             used_at=draw(st.floats(0, 9)),
         )
         for i in range(draw(st.integers(min_size, 3)))

@@ -14,7 +14,6 @@ from proxy.llama.bodies import (
     bypass_reason,
     cache_wishes,
     chat_reason,
-    last_user_index,
     leading_system,
     n_completions,
     only_to_warm,
@@ -22,8 +21,8 @@ from proxy.llama.bodies import (
     pin,
     rendering_key,
     taints_slot,
-    with_messages,
 )
+from proxy.serving.prompts import last_user_index, with_messages
 
 SLOT = SlotId(3)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -263,7 +262,7 @@ def test_last_user_index_is_the_newest_user_message() -> None:
 
 
 def test_with_messages_keeps_the_other_fields_in_order() -> None:
-    rendered = with_messages(TALK, [{"role": "user"}], generation_prompt=False)
+    rendered = with_messages(TALK, [{"role": "user"}])
     assert json.loads(rendered) == {
         **TALK.fields,
         "messages": [{"role": "user"}],

@@ -10,6 +10,7 @@ from proxy.core.slots import (
     Empty,
     Known,
     Slot,
+    SlotPhase,
     Unknown,
     choose_slot_for_brief,
     choose_slot_for_bypass,
@@ -21,7 +22,7 @@ from tests.unit.situations import live_slots, slots
 
 
 def test_choose_slot_for_bypass_with_no_free_slot_is_none() -> None:
-    leased = [Slot(SlotId(0), Empty(), is_leased=True)]
+    leased = [Slot(SlotId(0), Empty(), phase=SlotPhase.PREPARING)]
     assert choose_slot_for_bypass(leased, NAMESPACE) is None
 
 

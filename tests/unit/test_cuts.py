@@ -15,8 +15,8 @@ from proxy.core.cuts import (
     Stop,
     branch_of,
     choose_stops,
+    cuts_in_message,
     is_covered,
-    places_in_message,
 )
 from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
@@ -105,7 +105,7 @@ def test_a_change_in_a_message_costs_at_most_as_many_tokens_before_it_as_behind_
 ) -> None:
     n_end = n_begin + n_tokens
     begin = max(n_begin, n_end - n_changed)
-    nearest = max((n for n in places_in_message(n_begin, n_end) if n <= begin), default=n_begin)
+    nearest = max((n for n in cuts_in_message(n_begin, n_end) if n <= begin), default=n_begin)
     assert begin - nearest <= max(n_end - begin, MESSAGE_STOP_TOKENS)
 
 
@@ -180,7 +180,7 @@ def test_choose_stops_of_anything_ascend_beyond_what_is_reused(
     assert lengths == sorted(set(lengths))
     assert all(n > n_reused + SLACK_TOKENS and n >= MIN_CUT_TOKENS for n in lengths)
     named = {cuts.header, cuts.turn_start, cuts.message_end, cuts.branch, cuts.last_turn_end}
-    inside = set(places_in_message(0, cuts.turn_start))
+    inside = set(cuts_in_message(0, cuts.turn_start))
     assert set(lengths) <= named | inside | {cuts.surroundings}
     saved = {stop.save_as for stop in stops} - {None}
     assert (

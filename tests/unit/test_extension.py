@@ -6,7 +6,7 @@ import pytest
 
 from proxy.core.model import Conversation, Rule, RuleKind, SlotId
 from proxy.core.residency import SHORT_MESSAGE_BYTES, slot_to_extend
-from proxy.core.slots import TAINTED, Content, Empty, Known, Origin, Slot
+from proxy.core.slots import TAINTED, Content, Empty, Known, Origin, Slot, SlotPhase
 from proxy.core.tokens import Namespace, token_ids
 
 OURS, THEIRS = Namespace(b"ours"), Namespace(b"theirs")
@@ -38,7 +38,10 @@ def found(
     leased: tuple[int, ...] = (),
     n_ctx: int = N_CTX,
 ) -> int | None:
-    slots = [Slot(SlotId(i), c, is_leased=i in leased) for i, c in enumerate(contents)]
+    slots = [
+        Slot(SlotId(i), c, phase=SlotPhase.PREPARING if i in leased else SlotPhase.FREE)
+        for i, c in enumerate(contents)
+    ]
     slot = slot_to_extend(asked, slots, rule, OURS, n_ctx, is_pinned=is_pinned)
     return None if slot is None else slot.id
 

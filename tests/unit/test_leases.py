@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.core.slots import TAINTED
+from proxy.core.slots import TAINTED, SlotPhase
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.serving.queue import Choice, Lease, SlotQueue
 from tests.unit.queues import ONE, TWO, any_slot, both_slots, join, n_free, queue_of, soon
@@ -258,7 +258,7 @@ async def test_nothing_is_granted_while_a_request_may_land_in_any_slot() -> None
     queue.end_placement(placing, [ONE])
     assert list(placing.held) == [ONE]
     assert (await soon(newcomer)).slot_ids == (TWO,)
-    assert queue.table[ONE].is_running and not queue.is_placing
+    assert queue.table[ONE].phase is SlotPhase.RUNNING and not queue.is_placing
 
 
 async def test_placement_that_ends_with_its_request_frees_every_slot() -> None:

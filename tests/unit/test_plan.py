@@ -28,7 +28,7 @@ from proxy.core.plan import (
     plan_request,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, SlotPhase, Unknown
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -110,7 +110,7 @@ def require_right(
 
 
 def test_plan_without_a_free_slot_is_none() -> None:
-    leased = (Slot(SlotId(0), Empty(), is_leased=True),)
+    leased = (Slot(SlotId(0), Empty(), phase=SlotPhase.PREPARING),)
     now = Situation(ANY_PREFIX, leased, (), Rates(), 100_000)
     assert plan_request(Prompt(run_of(10), NAMESPACE), now) is None
 
@@ -129,7 +129,7 @@ def test_plan_with_a_checkpoint_restores_it_into_the_slot_used_longest_ago() -> 
 
 def test_plan_with_a_leased_live_slot_restores_into_another() -> None:
     held = (
-        Slot(SlotId(0), Known(run_of(900), NAMESPACE), is_leased=True),
+        Slot(SlotId(0), Known(run_of(900), NAMESPACE), phase=SlotPhase.PREPARING),
         Slot(SlotId(1), Empty()),
     )
     made = plan(1000, END_ONLY, candidates=(candidate(900, 900),), slots=held)
@@ -316,7 +316,7 @@ def test_plan_stops_where_the_prompt_leaves_a_live_one(rule: Rule, stops: tuple[
 
 
 def test_plan_stops_where_the_prompt_leaves_one_that_another_slot_is_running() -> None:
-    busy = Slot(SlotId(0), Known(run_of(1000), NAMESPACE), is_leased=True)
+    busy = Slot(SlotId(0), Known(run_of(1000), NAMESPACE), phase=SlotPhase.PREPARING)
     free = Slot(SlotId(1), Empty())
     made = plan(0, RESTORE_POINTS, tokens=branch(600, 1200), slots=(busy, free))
     assert made.stops == (Stop(600),)

@@ -10,9 +10,9 @@ from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import (
-    OLDER_PLACE_SHARE,
-    edit_places,
-    places_of,
+    OLDER_MARK_SHARE,
+    edit_cuts,
+    likely_cuts,
     points_of_others,
     select_points,
 )
@@ -42,16 +42,16 @@ def own_points(*points: int, size_bytes: int = SMALL_BYTES) -> dict[int, int]:
 
 def test_places_of_a_conversation_are_its_cuts_and_its_end() -> None:
     content = Known(run_of(2000), NAMESPACE, n_tail=50, header=300, turn_start=1500)
-    assert places_of(content, CONVERSATION) == sure(300, 1500, 2000)
-    assert places_of(Known(run_of(2000), NAMESPACE), CONVERSATION) == sure(2000)
+    assert likely_cuts(content, CONVERSATION) == sure(300, 1500, 2000)
+    assert likely_cuts(Known(run_of(2000), NAMESPACE), CONVERSATION) == sure(2000)
 
 
 def test_places_of_older_marks_are_less_and_less_likely() -> None:
     content = Known(
         run_of(2000), NAMESPACE, header=300, turn_start=1500, marks=(300, 700, 1100, 1500)
     )
-    share = OLDER_PLACE_SHARE
-    places = places_of(content, CONVERSATION)
+    share = OLDER_MARK_SHARE
+    places = likely_cuts(content, CONVERSATION)
     assert places == {300: 1.0, 700: share * share, 1100: share, 1500: 1.0, 2000: 1.0}
     assert sorted(places) == list(places)
 
@@ -61,12 +61,12 @@ def test_places_of_a_state_that_is_continued_at_its_end_are_those_before_it(
     kind: CheckpointKind,
 ) -> None:
     content = Known(run_of(1500), NAMESPACE, header=300, turn_start=1500)
-    assert places_of(content, kind) == sure(300)
+    assert likely_cuts(content, kind) == sure(300)
 
 
 def test_places_of_a_slot_that_was_cut_back_do_not_lie_behind_its_end() -> None:
     content = Known(run_of(1000), NAMESPACE, header=300, turn_start=1500, marks=(700, 1200))
-    assert list(places_of(content, CONVERSATION)) == [300, 700, 1000]
+    assert list(likely_cuts(content, CONVERSATION)) == [300, 700, 1000]
 
 
 # What older files can give.
@@ -229,10 +229,10 @@ MESSAGE_POINTS = own_points(1000, 3000, 3500, 3750, 4000)
 INSIDE = [3750, 3500, 3000]
 
 
-def test_edit_places_lie_in_the_newest_user_message_the_nearest_to_its_end_first() -> None:
+def test_edit_cuts_lie_in_the_newest_user_message_the_nearest_to_its_end_first() -> None:
     content = Known(run_of(5000), NAMESPACE, header=1000, turn_start=4000, marks=(1500, 2500, 4500))
-    assert edit_places(content) == [3744, 3488, 2976]
-    assert edit_places(Known(run_of(5000), NAMESPACE)) == []
+    assert edit_cuts(content) == [3744, 3488, 2976]
+    assert edit_cuts(Known(run_of(5000), NAMESPACE)) == []
 
 
 def test_select_points_keeps_points_inside_a_message_within_a_tenth_of_the_file() -> None:

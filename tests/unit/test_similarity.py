@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.core.model import SlotId
 from proxy.core.residency import MIN_SIMILARITY, is_similar_enough, rivals, shared_at_most
-from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, Unknown, shared_tokens
+from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, SlotPhase, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, branch, run_of
 
@@ -23,7 +23,7 @@ def known(n_common: int, n_tokens: int, n_tail: int = 0) -> Known:
     return Known(branch(n_common, n_tokens), NAMESPACE, n_tail=n_tail)
 
 
-LEASED = {"is_leased": True}
+EVALUATING = Unknown(NAMESPACE, likely=run_of(10))
 
 
 @pytest.mark.parametrize(
@@ -36,17 +36,25 @@ LEASED = {"is_leased": True}
         (slot(known(99, 99, n_tail=9)), 99, 100),
         (slot(Unknown(NAMESPACE)), 0, 100),
         (slot(TAINTED), 0, 100),
-        (slot(Empty(), **LEASED), 0, 100),
-        (slot(Empty(), **LEASED, destined=branch(40, 60)), 0, 40),
-        (slot(Empty(), **LEASED, destined=run_of(40)), 0, 100),
-        (slot(known(70, 90), **LEASED, destined=branch(40, 60)), 70, 70),
-        (slot(known(70, 90), **LEASED, destined=branch(40, 60), is_running=True), 70, 40),
-        (slot(known(30, 90), **LEASED, destined=PROMPT), 30, 100),
-        (slot(known(30, 90), **LEASED, destined=PROMPT, is_ready=True), 30, 30),
-        (slot(known(30, 30, n_tail=5), **LEASED, destined=PROMPT, is_closing=True), 30, 35),
-        (slot(TAINTED, **LEASED, destined=branch(40, 60)), 0, 100),
-        (slot(Unknown(NAMESPACE, likely=run_of(10)), **LEASED, destined=branch(40, 60)), 0, 40),
-        (slot(Unknown(NAMESPACE, likely=run_of(10)), **LEASED, is_closing=True), 0, 100),
+        (slot(Empty(), phase=SlotPhase.PREPARING), 0, 100),
+        (slot(Empty(), phase=SlotPhase.PREPARING, destined=branch(40, 60)), 0, 40),
+        (slot(Empty(), phase=SlotPhase.PREPARING, destined=run_of(40)), 0, 100),
+        (slot(known(70, 90), phase=SlotPhase.PREPARING, destined=branch(40, 60)), 70, 70),
+        (slot(known(70, 90), destined=branch(40, 60), phase=SlotPhase.RUNNING), 70, 40),
+        (slot(known(30, 90), phase=SlotPhase.PREPARING, destined=PROMPT), 30, 100),
+        (slot(known(30, 90), destined=PROMPT, phase=SlotPhase.READY), 30, 30),
+        (slot(known(30, 30, n_tail=5), destined=PROMPT, phase=SlotPhase.CLOSING), 30, 35),
+        (slot(TAINTED, phase=SlotPhase.PREPARING, destined=branch(40, 60)), 0, 100),
+        (
+            slot(
+                Unknown(NAMESPACE, likely=run_of(10)),
+                phase=SlotPhase.PREPARING,
+                destined=branch(40, 60),
+            ),
+            0,
+            40,
+        ),
+        (slot(EVALUATING, phase=SlotPhase.CLOSING), 0, 100),
     ],
 )
 def test_what_a_slot_shares_with_a_prompt(held: Slot, at_least: int, at_most: int) -> None:
@@ -105,11 +113,11 @@ def tokens_of(draw: st.DrawFn, content: Content) -> TokenIds:
 def idle_tokens(draw: st.DrawFn, held: Slot) -> TokenIds | None:
     """Draw what a slot holds when llama-server chooses; None if something runs in it."""
     content = draw(tokens_of(held.content))
-    if not held.is_leased or held.is_ready or held.is_closing:
+    if held.phase in (SlotPhase.FREE, SlotPhase.READY, SlotPhase.CLOSING):
         return content
     destined = held.destined if held.destined is not None else draw(SOME)
     reached = joined(destined, draw(TINY)) if draw(st.booleans()) else destined
-    if not held.is_running:
+    if held.phase is not SlotPhase.RUNNING:
         n_evaluated = draw(st.integers(0, len(destined)))
         choices = [content, destined[:n_evaluated], reached, None]
         return draw(st.sampled_from(choices))
@@ -123,10 +131,7 @@ def situations(draw: st.DrawFn) -> Situation:
         held = slot(
             draw(CONTENTS),
             number,
-            is_leased=draw(st.booleans()),
-            is_ready=draw(st.booleans()),
-            is_closing=draw(st.booleans()),
-            is_running=draw(st.booleans()),
+            phase=draw(st.sampled_from(SlotPhase)),
             destined=draw(st.none() | SOME),
         )
         slots.append(held)

@@ -10,7 +10,7 @@ from proxy.core.messages import Route
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
 from proxy.llama.answers import CallMade
-from proxy.llama.routes import Target
+from proxy.llama.client import Target
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, Request

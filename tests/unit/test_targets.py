@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from proxy.llama.client import Target
 from proxy.llama.hosts import Models, Router, Swap
-from proxy.llama.routes import Target
 
 BASE = "http://10.0.0.1:8080/prefix"
 MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})

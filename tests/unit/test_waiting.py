@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.core.model import Candidate, ExpectedState, Prompt, Rule, RuleKind, SlotId, usable_tokens
 from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, expected_tokens, plan_request
-from proxy.core.slots import Content, Empty, Known, Slot
+from proxy.core.slots import Content, Empty, Known, Slot, SlotPhase
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -84,10 +84,12 @@ def test_plan_does_not_wait_for_another_tenants_state() -> None:
 
 
 def test_plan_waits_for_a_slot_that_is_being_saved_and_holds_far_more() -> None:
-    closing = Slot(SlotId(0), Known(run_of(900), NAMESPACE), is_leased=True, is_closing=True)
+    closing = Slot(SlotId(0), Known(run_of(900), NAMESPACE), phase=SlotPhase.CLOSING)
     free = Slot(SlotId(1), Empty())
     assert waits(ANY_PREFIX, run_of(1000), slots=(closing, free))
-    assert not waits(ANY_PREFIX, run_of(1000), slots=(replace(closing, is_closing=False), free))
+    assert not waits(
+        ANY_PREFIX, run_of(1000), slots=(replace(closing, phase=SlotPhase.PREPARING), free)
+    )
     assert not waits(ANY_PREFIX, branch(WORTH_WAITING_TOKENS, 1000), slots=(closing, free))
 
 

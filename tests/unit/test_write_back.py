@@ -11,7 +11,7 @@ from proxy.core.saving import (
     N_RETURNS,
     STEADY_SECONDS,
     at_savable_point,
-    is_place_at_risk,
+    is_cut_at_risk,
     is_worth_saving,
     is_write_back_due,
 )
@@ -143,7 +143,7 @@ def looped(n_calls: int, **fields: Any) -> Known:
 
 
 def is_at_risk(content: Content, rule: Rule = RESTORE_POINTS) -> bool:
-    return is_place_at_risk(rule, content, N_BELIEVED)
+    return is_cut_at_risk(rule, content, N_BELIEVED)
 
 
 def test_place_at_risk_is_the_oldest_point_shortly_before_it_is_dropped() -> None:
