@@ -18,7 +18,7 @@ from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.slots import Content, Known
+from proxy.core.slots import Content, Known, SlotPhase
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault
 from proxy.explain.report import Keep
@@ -163,7 +163,8 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
     """
     for process in [server.process for server in servers if server.process]:
         while any(  # noqa: ASYNC110 - a lease tells its end to its own task only
-            slot.is_closing and _holds(prompt, slot.content) for slot in process.slots
+            slot.phase is SlotPhase.CLOSING and _holds(prompt, slot.content)
+            for slot in process.slots
         ):
             await asyncio.sleep(_LOOK_SECONDS)
         async with process.launches.turn():
