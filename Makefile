@@ -33,7 +33,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-shared flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-load bench-shared flame clean
 
 all: lint type test
 
@@ -200,6 +200,19 @@ bench-index: $(SETUP)
 # What real builds of seven months learn, save and evaluate: the table in docs/llama-server.md (half an hour).
 canary: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.canary --document
+
+# NVIDIA's aiperf on llama-server alone and through the proxy (40 minutes; QUICK=1 five), then what users would
+# pick instead on the project's own traces (half an hour). The tools are other people's, from PyPI.
+LOAD_TOOLS := $(LAB)/load-tools/.installed
+bench-load: $(SETUP) llama-server models $(LOAD_TOOLS)
+	@$(BIN)/python -m tests.bench.neutral_load $(QUICK:%=--quick)
+	@test -n "$(QUICK)" || $(BIN)/python -m tests.bench.side_by_side
+$(LOAD_TOOLS):
+	@$(NEED_PYTHON)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check aiperf==0.13.0 cache-pressure==0.6.3 \
+	  hearth-llm==0.1.1 kvprof==0.2.0
+	@touch $@
 
 # Hosts as network namespaces, with a bucket (half an hour; as root): make bench-shared PART=moves.
 bench-shared: $(SETUP) llama-server models

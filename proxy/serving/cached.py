@@ -19,7 +19,15 @@ from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Known,
+    SlotPhase,
+    Unknown,
+    must_be_erased,
+    shared_tokens,
+)
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Judgement
@@ -360,10 +368,13 @@ class CachedRequest:
         if self._reading is not None:
             self._reading.cancel()
         for slot_id in self._lease.held:
-            origin = self._process.slots[slot_id].content.origin
+            slot = self._process.slots[slot_id]
+            origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
             self._process.slots.set_content(slot_id, self._as_kept(content))
-            winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
+            winding_up = wind_up(
+                self._process, slot_id, self._prompt.n_tokens, is_running=is_running
+            )
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
     # The reply is compared with the plan.

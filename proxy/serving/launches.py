@@ -142,13 +142,13 @@ _PARSED_TOKENS_PER_SECOND = 200_000
 _LOOK_SECONDS = 0.05
 
 
-async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
+async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_running: bool) -> None:
     """Wait until llama-server has let go of a slot, then save the slot to learn its content.
 
     A client that gave up waiting often sends the same prompt again: the tokens evaluated so far must not be
     lost.
     """
-    await outlast(process, lambda: [slot_id], n_tokens)
+    await outlast(process, lambda: [slot_id], n_tokens, is_running=is_running)
     queue = process.queue
     content = queue.table[slot_id].content
     # During a placement another request may be running there already.
@@ -157,25 +157,31 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
 
 
 async def outlast(
-    process: Process, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
+    process: Process,
+    slot_ids: Callable[[], Collection[SlotId]],
+    n_tokens: int = 0,
+    *,
+    is_running: bool = False,
 ) -> None:
     """Return when a request of *n_tokens* that was abandoned in one of the slots cannot run any more.
 
     *slot_ids* is called at each look, because slots may still join an abandoned placement. A slot that was
-    busy and is idle again proves nothing: the request before may have run there.
+    busy and is idle again proves nothing, for the request before may have run there; unless *is_running*.
     """
     began = time.monotonic()
-    await _is_busy(process, slot_ids)
+    is_told = await _is_busy(process, slot_ids) is not None
     latency_seconds = time.monotonic() - began  # a server short of time parses slowly too
     parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
-    await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
+    if not (is_running and is_told):
+        await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
     while await _is_busy(process, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
+async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool | None:
+    """Return whether llama-server works in one of the slots; None if it does not tell."""
     try:
         states = await process.slot_states()
     except UpstreamFault:
-        return False  # --no-slots, or llama-server is gone: there is nothing more to see
+        return None  # --no-slots, or llama-server is gone: there is nothing more to see
     return any(state.is_processing for state in states if state.id in slot_ids())

@@ -65,7 +65,7 @@ class Side:
 
     def cpu(self) -> Cpu:
         proxy = self.stack.proxy
-        return Cpu(_cpu_seconds(self.stack.server.pid), _cpu_seconds(proxy.pid) if proxy else 0.0)
+        return Cpu(cpu_seconds(self.stack.server.pid), cpu_seconds(proxy.pid) if proxy else 0.0)
 
     async def until_quiet(self) -> None:
         """Wait until neither process works any more."""
@@ -150,6 +150,7 @@ def ask(
     return Reply(message, text, timings, first - began, ended - began)
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used since its start."""
     # The clock of another process, as clock_getcpuclockid(3) makes it: threads that have ended count too.
     return time.clock_gettime(~pid << 3 | 2)

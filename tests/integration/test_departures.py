@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.serving import cached
+from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
 from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, question
@@ -130,6 +130,20 @@ async def test_abandoned_prompt_is_found_again_in_its_slot(start_rig: StartRig) 
             await reply.content.readany()
         rig.server.faults.chunk_seconds = 0.0
         assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_slot_of_an_abandoned_stream_is_free_as_soon_as_it_is_idle(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "DISCONNECT_SECONDS", 3600.0)
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        messages = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
+        body = {"messages": messages, "stream": True, "max_tokens": 10_000}
+        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+            await reply.content.readany()
+        await until(lambda: rig.n_occupied() == 0)
+        assert not rig.server.slots[0].is_processing
 
 
 @pytest.mark.parametrize("with_slots", [True, False])

@@ -3,6 +3,8 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -22,10 +24,14 @@ class Sent:
 
 @dataclass(slots=True)
 class Played:
-    """What came of a trace; `seconds` is the time in which clients ran."""
+    """What came of a trace; `seconds` is the time in which clients ran.
+
+    `n_written_bytes` is what the processes wrote to files, their logs included.
+    """
 
     sent: list[Sent] = field(default_factory=list)
     n_evaluated: int = 0
+    n_written_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -66,10 +72,15 @@ class Player:
             self._played.sent.append(sent)
             try:
                 body = request.body(self._answers)
-                sent.reply = await chat(http, self._stack.base_url, body, request.form)
+                sent.reply = await self._ask(http, request, body)
             except ChatFailed as failure:
                 raise ChatFailed(f"{request.label}: {failure}") from failure
             self._answers[request.label] = sent.reply.message
+
+    async def _ask(
+        self, http: aiohttp.ClientSession, request: Request, body: dict[str, Any]
+    ) -> Reply:
+        return await chat(http, self._stack.base_url, body, request.form)
 
     async def _restart(self) -> None:
         await self._drain()
@@ -80,8 +91,16 @@ class Player:
     async def _drain(self) -> None:
         """Stop the proxy, so that it writes back, and take down what was evaluated until then."""
         if self._stack.proxy:
+            self._played.n_written_bytes += _written_bytes(self._stack.proxy.pid)
             await asyncio.to_thread(self._stack.proxy.stop)
+        self._played.n_written_bytes += _written_bytes(self._stack.server.pid)
         self._played.n_evaluated += await self._evaluated_tokens() - self._n_before
 
     async def _evaluated_tokens(self) -> int:
         return await asyncio.to_thread(self._stack.server.evaluated_tokens)
+
+
+def _written_bytes(pid: int) -> int:
+    """Return what a process has written with write(2) and its like; sockets use others."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["wchar"])

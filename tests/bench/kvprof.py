@@ -1,0 +1,107 @@
+"""kvprof's view of what requests have in common, beside `explain`'s, on a real llama-server.
+
+kvprof (PyPI) records what passes between the proxy and llama-server, and finds by itself which earlier
+request each one goes on from, and where it leaves it. Replays of clients' changes in the form of chat
+completions, nothing stabilized, so that both see the same requests.
+
+python -m tests.bench.kvprof [NAME ...]
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from proxy.core.messages import Route
+from tests.bench.aiperf import PROGRAM
+from tests.bench.interrupts import run_section
+from tests.bench.section import Section
+from tests.lab.clients.replays import PATHS, REPLAYS, Replay, tagged
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, find_free_port
+
+KVPROF = str(PROGRAM.with_name("kvprof"))
+MOST_APART = 1
+"""Tokens: the last one that two prompts share may count for either."""
+
+
+async def measure(leftovers: ExitStack) -> Section:
+    """Return the table of the replays that the command line names, of all by default."""
+    section = Section(
+        "Tokens in common with the nearest earlier request: kvprof and explain",
+        f"at most {MOST_APART} token apart",
+        ("change", "request", "kvprof", "leaves it in", "explain", "its cause"),
+    )
+    folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
+    slots, traces = folder / "slots", folder / "traces"
+    slots.mkdir(mode=0o700)
+    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, slots, n_slots=2, n_ctx=65536, log_path=folder / "server.log")
+    leftovers.callback(server.kill)
+    tap = f"127.0.0.1:{find_free_port()}"
+    recording = [KVPROF, "tap", "--upstream", server.base_url, "--listen", tap]
+    recorder = subprocess.Popen(  # noqa: ASYNC220
+        [*recording, "--trace-dir", str(traces), "--quiet"], stdout=subprocess.DEVNULL
+    )
+    leftovers.callback(recorder.kill)
+    rig = Rig(server, slots, upstream=f"http://{tap}", stabilizers="none", settles=False)
+    async with rig:
+        await rig.settled()
+        ours = await _asked(rig)
+        theirs = await asyncio.to_thread(_analyzed, server, traces)
+    for (name, number, explained), summary in zip(ours, theirs, strict=True):
+        nearest = explained.get("nearest") or {}
+        shared, known = summary["lcp"] or 0, nearest.get("n_common")
+        section.add(
+            *(name, number, shared, summary["diverge_section"] or "-"),
+            *("-" if known is None else known, explained["request"]["cause"]),
+            is_met=None if known is None else abs(shared - known) <= MOST_APART,
+        )
+    return section
+
+
+async def _asked(rig: Rig) -> list[tuple[str, int, dict[str, Any]]]:
+    """Send all requests; return the name, number and explanation of each."""
+    asked, tags = [], (f"agent_{n}" for n in count(10))
+    for replay in (r for r in REPLAYS if r.form is Route.CHAT and _is_named(r)):
+        tag = next(tags)
+        for number, body in enumerate(replay.changed, 1):
+            await rig.post(
+                PATHS[replay.form], {**tagged(body, tag), "max_tokens": 4, "stream": False}
+            )
+            await rig.settled()
+            async with rig.client.get(rig.admin_url + "/requests/last") as reply:
+                asked.append((replay.name, number, await reply.json()))
+    return asked
+
+
+def _is_named(replay: Replay) -> bool:
+    names = sys.argv[1:]
+    return not names or replay.name in names or replay.name.split()[0] in names
+
+
+def _analyzed(server: LlamaServer, traces: Path) -> list[dict[str, Any]]:
+    """Return what kvprof says of the clients' requests, in their order."""
+    analyze = [KVPROF, "analyze", "--upstream", server.base_url, "--trace-dir", str(traces)]
+    said = subprocess.run(
+        [*analyze, "--no-log", "--json"], capture_output=True, check=True, text=True
+    )
+    summaries: list[dict[str, Any]] = json.loads(said.stdout)
+    return summaries
+
+
+def _drop(*_: object) -> Any:
+    raise structlog.DropEvent
+
+
+if __name__ == "__main__":
+    structlog.configure(processors=[_drop])
+    sys.exit(run_section(measure))

@@ -1,0 +1,239 @@
+"""A load that we did not write: NVIDIA's aiperf on llama-server alone and through the proxy, on two slots.
+
+aiperf's reports stay in the folder as it writes them, one folder for each run of processes of its own.
+What is there is not measured again. Exit status 1 if a bar is missed.
+
+python -m tests.bench.neutral_load [--folder FOLDER] [--kind KIND ...] [--load LOAD ...]
+                                   [--contender NAME ...] [--quick] [--known] [--document]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from tests.bench.aiperf import Aiperf, Load, Report
+from tests.bench.document import document
+from tests.bench.interrupts import run_to_the_end
+from tests.bench.processes import Setup, Stack
+from tests.bench.progress import tell
+from tests.bench.section import Section
+from tests.bench.sides import N_HTTP_THREADS, cpu_seconds
+from tests.lab.models import MEMORIES
+from tests.lab.server import REPOSITORY
+
+FOLDER = REPOSITORY / ".lab" / "aiperf"
+PAGE = REPOSITORY / "docs" / "proof.md"
+N_SLOTS = 2
+N_CTX = 20480
+LOADS = {
+    "agentic-code": Load(6, 5),
+    "multi-turn": Load(6, 5, is_agentic=False),
+    "two conversations": Load(2, 10),
+}
+ENOUGH_SLOTS = "two conversations"
+"""Conversations do not outnumber slots, so nothing can be gained; measured so often, by turns."""
+N_TIMES = {ENOUGH_SLOTS: 3}
+LEAST_GAIN, MOST_LOSS = 2.0, 1.05
+PROXY = "proxy"
+_RAM = ("--cache-ram", "8192")
+_OFTEN = ("--slot-prompt-similarity", "0.95")
+ALONE: dict[str, tuple[str, ...]] = {
+    "no RAM cache": ("--cache-ram", "0"),
+    "defaults": _RAM,
+    "similarity": (*_RAM, *_OFTEN),
+    "similarity, reuse": (*_RAM, *_OFTEN, "--cache-reuse", "64", "--checkpoint-min-step", "256"),
+    "small RAM cache": ("--cache-ram", "4", *_OFTEN),
+}
+"""llama-server's flags by the name that the tables use."""
+SWEPT = "agentic-code"
+FLAGS = {
+    SWEPT: tuple(ALONE),
+    "multi-turn": ("similarity", "small RAM cache"),
+    ENOUGH_SLOTS: ("defaults", "similarity"),
+}
+"""What each load is tried with: all on one, elsewhere what did best there."""
+
+
+Counted = dict[str, float]
+"""What one run's folder holds beside aiperf's reports: `n_evaluated` and `cpu_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of aiperf; `contender` is the proxy or llama-server with certain flags."""
+
+    kind: str
+    load: str
+    contender: str
+    time: int = 0
+
+    @property
+    def name(self) -> str:
+        words = f"{self.kind} {self.load} {self.contender} {self.time}"
+        return words.replace(",", "").replace(" ", "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What several runs of one contender said, in medians.
+
+    `n_evaluated` is llama-server's own count, `cpu_seconds` those of llama-server and the proxy together,
+    which what else runs on the machine changes least.
+    """
+
+    contender: str
+    p50: float
+    p95: float
+    n_evaluated: int
+    cpu_seconds: float
+
+    def __str__(self) -> str:
+        times = f"{self.p50:,.0f} / {self.p95:,.0f}"
+        return f"{times}, {self.n_evaluated:,}, {self.cpu_seconds:.1f} s"
+
+
+class Bench:
+    """Measures runs, as far as the folder does not have them."""
+
+    def __init__(self, folder: Path, leftovers: ExitStack, *, only_known: bool) -> None:
+        self._folder, self._leftovers, self._only_known = folder, leftovers, only_known
+        self._aiperf = Aiperf(folder)
+
+    async def measure(self, kind: str, load: str, chosen: list[str]) -> list[Measured]:
+        """Return what each contender needed; by turns, so that the machine's moods hit all alike."""
+        contenders = [name for name in (PROXY, *FLAGS[load]) if not chosen or name in chosen]
+        reports: dict[str, list[tuple[Report, Counted]]] = {name: [] for name in contenders}
+        for time in range(N_TIMES.get(load, 1)):
+            for contender in contenders:
+                found = await self._run(Run(kind, load, contender, time))
+                reports[contender] += [found] if found else []
+        return [
+            Measured(
+                contender,
+                median(report.p50 for report, _ in each),
+                median(report.p95 for report, _ in each),
+                round(median(counted["n_evaluated"] for _, counted in each)),
+                median(counted["cpu_seconds"] for _, counted in each),
+            )
+            for contender, each in reports.items()
+            if each
+        ]
+
+    async def _run(self, run: Run) -> tuple[Report, Counted] | None:
+        counted = self._folder / run.name / "counted.json"
+        if not counted.exists():
+            if self._only_known:
+                return None
+            tell(run.name)
+            counted.write_text(json.dumps(await self._play(run)))
+        return self._aiperf.report(run.name), json.loads(counted.read_text())
+
+    async def _play(self, run: Run) -> Counted:
+        flags = ALONE.get(run.contender, ())
+        setup = Setup(
+            n_slots=N_SLOTS,
+            n_ctx=N_SLOTS * N_CTX,
+            n_threads=1,
+            server_arguments=("--threads-http", str(N_HTTP_THREADS), *flags),
+        )
+        has_proxy = run.contender == PROXY
+        stack = Stack(run.kind, "tiny", self._leftovers, has_proxy=has_proxy, setup=setup)
+        await stack.start()
+        before, used_before = await stack.evaluated_tokens(), _cpu_seconds(stack)
+        await self._aiperf.profile(stack.base_url, LOADS[run.load], run.name)
+        n_evaluated = await stack.evaluated_tokens() - before
+        used = _cpu_seconds(stack) - used_before
+        await stack.stop()
+        return {"n_evaluated": n_evaluated, "cpu_seconds": used}
+
+
+def _cpu_seconds(stack: Stack) -> float:
+    proxy = cpu_seconds(stack.proxy.pid) if stack.proxy else 0.0
+    return cpu_seconds(stack.server.pid) + proxy
+
+
+def compare(found: dict[tuple[str, str], list[Measured]]) -> Section:
+    """Return the table of the proxy beside the best of llama-server alone."""
+    section = Section(
+        "aiperf: milliseconds to the first token",
+        f"p50 and p95 at least {LEAST_GAIN:.0f} times better than the best flags where conversations "
+        f"outnumber slots, at most {MOST_LOSS} times as long elsewhere",
+        (
+            *("memory", "load", "alone: best flags", "p50", "p95", "evaluated", "CPU, s"),
+            *("proxy: p50", "p95", "evaluated", "CPU, s", "alone / proxy: p50", "p95"),
+        ),
+    )
+    for (kind, load), measured in found.items():
+        ours = [each for each in measured if each.contender == PROXY]
+        alone = sorted((m for m in measured if m.contender != PROXY), key=lambda m: m.p50)
+        if not ours or not alone:
+            continue
+        best, our, p95 = alone[0], ours[0], min(each.p95 for each in alone)
+        gains = best.p50 / our.p50, p95 / our.p95
+        least = 1 / MOST_LOSS if load == ENOUGH_SLOTS else LEAST_GAIN
+        section.add(
+            *(kind, load, best.contender, f"{best.p50:,.0f}", f"{p95:,.0f}", best.n_evaluated),
+            *(f"{best.cpu_seconds:.1f}", f"{our.p50:,.0f}", f"{our.p95:,.0f}", our.n_evaluated),
+            f"{our.cpu_seconds:.1f}",
+            *(f"{gain:.2f}" for gain in gains),
+            is_met=min(gains) >= least,
+        )
+    return section
+
+
+def flags_tried(found: dict[tuple[str, str], list[Measured]]) -> Section:
+    """Return the table of llama-server's flags."""
+    section = Section(
+        f"llama-server's flags ({SWEPT}): p50 / p95 in ms, tokens evaluated, CPU",
+        "",
+        ("memory", *ALONE, PROXY),
+    )
+    for (kind, load), measured in found.items():
+        of = {each.contender: str(each) for each in measured}
+        if load == SWEPT:
+            section.add(kind, *(of.get(name, "") for name in (*ALONE, PROXY)), is_met=None)
+    return section
+
+
+async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
+    """Measure and print; return the exit status."""
+    bench = Bench(arguments.folder, leftovers, only_known=arguments.known)
+    only = arguments.contender
+    found = {(k, load): await bench.measure(k, load, only) for k, load in _chosen(arguments)}
+    sections = [compare(found), flags_tried(found)]
+    for section in sections:
+        print(section.markdown() + "\n", flush=True)
+    if arguments.document:
+        document("aiperf", sections, level=3, path=PAGE)
+    tell(f"aiperf's own reports: {arguments.folder}")
+    return 1 if any(section.n_missed for section in sections) else 0
+
+
+def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for kind in arguments.kind or (MEMORIES[-1:] if arguments.quick else MEMORIES):
+        for load in arguments.load or ((SWEPT,) if arguments.quick else LOADS):
+            yield kind, load
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Let aiperf load llama-server and the proxy.")
+    parser.add_argument(
+        "--folder", type=Path, default=FOLDER, help=f"of aiperf's reports ({FOLDER})"
+    )
+    parser.add_argument("--kind", nargs="+", choices=MEMORIES, help="kinds of memory")
+    parser.add_argument("--load", nargs="+", choices=tuple(LOADS), help="loads")
+    parser.add_argument("--contender", nargs="+", choices=(PROXY, *ALONE), help="all by default")
+    parser.add_argument("--quick", action="store_true", help="one kind and load: five minutes")
+    parser.add_argument("--known", action="store_true", help="only what the folder has")
+    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
+    arguments = parser.parse_args()
+    return run_to_the_end(lambda leftovers: run(arguments, leftovers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
