@@ -166,7 +166,7 @@ async def test_many_clients_that_leave_leak_nothing(start_rig: StartRig, with_sl
 async def test_warming_waits_for_a_save_that_began_with_its_answer(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached, "is_place_at_risk", lambda *_: True)
+    monkeypatch.setattr(cached, "is_cut_at_risk", lambda *_: True)
     async with start_rig(n_slots=1) as rig:
         gate = rig.server.hold("save", n_calls=1)
         body = {"messages": question("a")}
