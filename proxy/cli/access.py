@@ -244,7 +244,7 @@ def told_plainly() -> Iterator[None]:
         yield
     except StoreLocked as lock:
         fail(
-            f"{lock}: stop it first, or leave --slot-save-path out where the command can ask it (--admin)",
+            f"{lock}: stop it first. Commands that can ask it (--admin) need no --slot-save-path",
             Exit.UNAVAILABLE,
         )
     except (StoreFault, OSError) as fault:

@@ -6,6 +6,7 @@ clients.yaml has the clients.
 import difflib
 import json
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -72,15 +73,17 @@ def connect(
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
     n_ctx = min(contexts)
-    client = client_of(name, {**facts, "CONTEXT": n_ctx, "OUTPUT": min(8192, n_ctx // 4)})
+    sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
+    client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")
     own = file or Path(client.get("file", ".env")).expanduser()
-    if (other := own.with_suffix(".jsonc")).exists():  # OpenCode
+    other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
+    if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text(errors="replace")):
         hint = f"{other} is read, too, and wins: what it sets already, change there by hand."
     if not write:
         shown = written(own, content)
         if "file" in client:
-            shown += f"\nbelongs into {client['file']}; --write merges it there"
+            shown += f"\ngoes into {client['file']}; --write merges it there"
         answer(content, f"{shown}\n{hint}".rstrip(), as_json=as_json)
         return
     _write(file or _usual_file(name), content, is_sure=yes)

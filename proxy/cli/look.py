@@ -126,7 +126,9 @@ def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
     by = f"  by {request.server}" if request.server else ""
-    named = "miss" if request.cause.is_miss else request.outcome  # some of it may have been reused
+    # Some of a miss may have been reused; what nobody has sent before is not one.
+    told = {Cause.FIRST_SIGHT: "new"}.get(request.cause, request.outcome)
+    named = "miss" if request.cause.is_miss else told
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]

@@ -38,7 +38,6 @@ from proxy.explain.known import (
     kind_of,
 )
 from proxy.explain.sketch import (
-    EMPTY,
     Compared,
     Named,
     anthropic_diagnostics,
@@ -245,14 +244,19 @@ class Journal:
         )
 
     def with_costs(self, found: Explanation) -> Explanation:
-        """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept."""
+        """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
+
+        Of a prompt that nothing known begins like, no part is called new.
+        """
         known, nearest = self.prompts.find(found.request.id), found.nearest
-        if known is None or not found.request.n_prompt:
+        if known is None or not (n_prompt := found.request.n_prompt):
             return found
-        other = self.prompts.find(nearest.id) if nearest and nearest.id else None
-        n_known = nearest.n_tokens or 0 if nearest else 0
-        old = other.sketch if other else EMPTY
-        costs = costs_of(known.sketch, len(known.tokens), found.request.n_prompt, old, n_known)
+        old, n_known = known.sketch, n_prompt
+        if nearest and nearest.n_common > SLACK_TOKENS:
+            other = self.prompts.find(nearest.id) if nearest.id else None
+            old = other.sketch if other else old
+            n_known = (nearest.n_tokens or 0) if other else nearest.n_common
+        costs = costs_of(known.sketch, len(known.tokens), n_prompt, old, n_known)
         return msgspec.structs.replace(found, costs=costs)
 
     def why_unknown(self, request_id: str) -> str:
@@ -260,7 +264,7 @@ class Journal:
         if request_id == LAST:
             return "no request has ended since the proxy was started"
         if request_id == MISS:
-            return f"none of the last {MAX_REQUESTS:,} requests has missed"
+            return f"no miss is among the last {len(self._ended):,} requests"
         return (
             f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
             f"{MAX_REQUESTS:,}, or the proxy was restarted since"
@@ -373,7 +377,7 @@ class Inquiry:
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
     def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
-        if compared is None:
+        if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
             return Nearest(kind="state", n_common=n_shared) if n_shared else None
         known = compared.known
         return Nearest(

@@ -25,9 +25,7 @@ _LEAST_BYTES_PER_SECOND = 256 << 10
 _LISTED_AT_ONCE = 1000
 READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
 _PART_BYTES = 8 << 20
-_NEEDED = (
-    "shared_store needs more packages: install with [shared], such as pipx install '.[shared]'"
-)
+_NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
 
 atexit.register(time.sleep, 0.1)
 """obstore's threads drop Python objects after a call has returned, and there is nothing to join. Before
@@ -71,7 +69,7 @@ class Bucket:
         try:
             if scheme == "file":  # what is made here is its owner's alone
                 directory = Path(rest).absolute()
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                directory.mkdir(mode=0o700, exist_ok=True)
                 url = f"file://{directory}"
             self._store = from_url(url, **options)
         except self._faults as error:

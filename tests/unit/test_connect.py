@@ -14,7 +14,7 @@ from tests.lab.server import REPOSITORY
 
 FACTS = {
     **{"URL": "http://127.0.0.1:8081", "MODEL": "local-model", "KEY": "none"},
-    **{"CONTEXT": 65536, "OUTPUT": 8192},
+    **{"CONTEXT": 65536, "WINDOW": 100_000, "OUTPUT": 8192},
 }
 
 
