@@ -6,6 +6,8 @@ length the state is saved, and then restored for prompts that continue it, repea
 diverge from it.
 """
 
+from dataclasses import replace
+
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import FULL_WINDOW_TOKENS, RestoreProbe, Rule, SlotId, judge
 from proxy.core.slots import Unknown, choose_slot_to_empty
@@ -81,7 +83,8 @@ async def measure(process: Process, slot_id: SlotId) -> None:
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
     process.queue.reconsider()  # no request need wait for this slot's earlier content
     try:
-        rule = await learn_rule(process, slot_id)
+        learned = await learn_rule(process, slot_id)
+        rule = replace(learned, stride_tokens=process.rule.stride_tokens)
     finally:
         process.room.repairs_windows = process.rule.needs_repair
     await process.erase(slot_id)  # raises if the measured process is gone
