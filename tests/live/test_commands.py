@@ -59,9 +59,10 @@ async def test_client_is_connected_and_its_way_is_cached(
         tried = json.JSONDecoder().raw_decode(output[output.rindex("{\n") :])[0]
         assert tried["n_cached"] > tried["n_prompt"] * 0.9
         assert rig.base_url in file.read_text()
-        file.with_suffix(".jsonc").touch()
-        status, printed = await command("connect", name, *where, "--file", file)
-        assert "config.jsonc is read, too, and wins" in printed
+        for other, wins in (('{"$schema": "x"}', False), ('{"model": "x"}', True)):
+            file.with_suffix(".jsonc").write_text(other)
+            status, printed = await command("connect", name, *where, "--file", file)
+            assert ("config.jsonc is read, too, and wins" in printed) is wins
         status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
         assert status == 0 and not file.exists()
         status, said = await command("connect", "open-webui", *where, "--write")
