@@ -20,6 +20,14 @@ async def leave_during(rig: Rig, place: str, name: str) -> Gate:
     return gate
 
 
+async def leave_stream(rig: Rig) -> None:
+    """Hang up in the middle of a stream."""
+    rig.server.faults.chunk_seconds = 0.01
+    body = {"messages": question("a"), "stream": True, "max_tokens": 10_000}
+    async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+        await reply.content.readany()
+
+
 async def stays_leased(rig: Rig, seconds: float = 0.25) -> bool:
     """Return whether the slot is held on to for longer than an abandoned request is."""
     for _ in range(10):
@@ -123,11 +131,7 @@ async def test_leaving_while_the_prompt_is_read_takes_no_slot(start_rig: StartRi
 
 async def test_abandoned_prompt_is_found_again_in_its_slot(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
-        rig.server.faults.chunk_seconds = 0.01
-        messages = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
-        body = {"messages": messages, "stream": True, "max_tokens": 10_000}
-        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
-            await reply.content.readany()
+        await leave_stream(rig)
         rig.server.faults.chunk_seconds = 0.0
         assert (await rig.chat("a")).n_reused == 308
 
@@ -137,11 +141,7 @@ async def test_slot_of_an_abandoned_stream_is_free_as_soon_as_it_is_idle(
 ) -> None:
     monkeypatch.setattr(launches, "DISCONNECT_SECONDS", 3600.0)
     async with start_rig(n_slots=1) as rig:
-        rig.server.faults.chunk_seconds = 0.01
-        messages = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
-        body = {"messages": messages, "stream": True, "max_tokens": 10_000}
-        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
-            await reply.content.readany()
+        await leave_stream(rig)
         await until(lambda: rig.n_occupied() == 0)
         assert not rig.server.slots[0].is_processing
 
