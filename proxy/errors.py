@@ -17,6 +17,8 @@ def in_words(error: BaseException) -> str:
     is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror)
     why = os.strerror(error.errno or 0) if is_known else error.strerror or "it broke off"
     place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    if place and isinstance(error, PermissionError):
+        why += f" for this user (uid {os.geteuid()})"
     return place + why[:1].lower() + why[1:]
 
 
@@ -91,7 +93,7 @@ class UpstreamRefused(UpstreamFault):
     """llama-server answered with an error; `status` and `message` are its own."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(f"llama-server answered {status}: {message}")
+        super().__init__(f"llama-server answered {status}" + f": {message}" * bool(message))
         self.status = status
         self.message = message
 

@@ -42,7 +42,7 @@ class DegradationKind(StrEnum):
     STORE_NOT_OPEN = (
         "store not open",
         "slot_save_path cannot be opened: requests are served without the cache.",
-        "Look at the error, and at who owns the files; restart.",
+        "Give it to the proxy's user (chown), or see the error; restart.",
     )
     DIRECTORY_IS_OPEN = (
         "directory is open to others",

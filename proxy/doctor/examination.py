@@ -75,7 +75,7 @@ async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[st
     """Return the /health of the proxy at the admin address, None if no proxy answers there."""
     url, limit = (
         f"http://{reachable(settings.admin)}/health",
-        aiohttp.ClientTimeout(total=_HEALTH_SECONDS),
+        aiohttp.ClientTimeout(_HEALTH_SECONDS),
     )
     token = token_to_show(settings)
     headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -386,7 +386,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
     path = setup.settings.slot_save_path
     if setup.lock:
         yield _proxy_finding(setup)
-    if setup.problem:
+    if setup.problem and not setup.is_proxy_caching:  # a proxy reads what it cannot write
         text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
         cure = f"Give it to the proxy's user: chown USER {path}. For two users: {_share(path)}."
         yield blocker("directory", text, cure)
@@ -434,7 +434,7 @@ def _proxy_finding(setup: Setup) -> Finding:
     """Return the state that a proxy on the directory reports."""
     topic = "running proxy"
     if setup.health is None:
-        text = f"One uses the directory ({setup.lock}), but none answers at {setup.settings.admin}."
+        text = f"No proxy answers at {setup.settings.admin}, but {setup.lock}."
         return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
     # Doctor reports the directory's permissions itself.
     reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]

@@ -131,7 +131,8 @@ class CachedRequest:
     def _note_asked(self) -> None:
         """Tell the store which prompt was asked for."""
         try:
-            self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
+            if (store := self._process.opened_store) is not None:
+                store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
             self._process.faults.record("lookup", fault)
 

@@ -187,7 +187,8 @@ class Room:
         except NoRoom as refusal:
             is_over = refusal.reason == WRITE_BUDGET
             kind = DegradationKind.WRITE_BUDGET_SPENT if is_over else DegradationKind.NO_ROOM
-            self._process.degrade(kind, str(refusal))
+            if not self._process.store.files.is_readonly:  # that is a condition of its own
+                self._process.degrade(kind, str(refusal))
             self._process.metrics.saves_skipped.labels(refusal.reason).inc()
             raise
         self._process.recover(DegradationKind.NO_ROOM)

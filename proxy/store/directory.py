@@ -71,13 +71,27 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
             opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StoreLocked(f"another llama-prefix-cache uses {directory}") from error
+            raise StoreLocked(
+                f"another llama-prefix-cache uses {directory}{_holder(descriptor)}: stop it first, or give"
+                " another --slot-save-path. Commands that can ask it (--admin) need none"
+            ) from error
         except OSError as error:
+            error.filename = str(path)
             if creates_lock:
-                raise StoreFault(f"{path}: {error.strerror}") from error
+                raise StoreFault(in_words(error)) from error
             if not isinstance(error, FileNotFoundError):
-                raise StoreLocked(f"{path}: {error.strerror}") from error
+                raise StoreLocked(in_words(error)) from error
         yield
+
+
+def _holder(descriptor: int) -> str:
+    """Return which process has locked an open file, empty if the kernel does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            *_, pid, file, _, _ = line.split()
+            if file.endswith(f":{os.fstat(descriptor).st_ino}"):
+                return f" (process {pid})"
+    return ""
 
 
 class Sidecar(msgspec.Struct, frozen=True):
@@ -174,6 +188,8 @@ class StoreDirectory:
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise StoreFault(f"{path}: this user may not read it")
         is_readonly = path.is_dir() and not reads_all and not os.access(path, os.W_OK)
+        if is_readonly and not any(path.glob("lpc-*.state")):
+            raise StoreFault(f"{path}: this user may not write it, and it has no state to read")
         self.files = StateFiles(path, is_readonly=is_readonly)
         self.rebuild: Rebuild | None = None
         with ExitStack() as opened:

@@ -87,6 +87,8 @@ def _require_replaceable(files: StateFiles, file: Path) -> None:
     is_in_store = is_ours and parent == directory
     if is_in_store or parent == directory / "index":
         raise StoreFault(f"{file} is a name of the store's own files: choose another")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise StoreFault(f"{parent} is no directory that this user may write to")
     if file.exists() and not file.is_file():
         raise StoreFault(f"{file} is no regular file: choose another")
 

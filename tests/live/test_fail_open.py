@@ -113,7 +113,9 @@ async def test_states_in_a_read_only_directory_are_restored(
             await ask(rig, 2)
             await rig.settled()
             health = await rig.health()
-            assert "directory is read-only" in [r["kind"] for r in health["reasons"]]
+            (reason,) = health["reasons"]  # that there is no room is not true
+            assert reason["kind"] == "directory is read-only"
+            assert f"({tmp_path / 'slots'})" in reason["reason"]
             assert health["state"] == "degraded"
             assert rig.running.store is not None
             for checkpoint in rig.running.store:
@@ -121,6 +123,20 @@ async def test_states_in_a_read_only_directory_are_restored(
                     await rig.running.store.remove(checkpoint, Removal.OPERATOR)
             await rig.stop_proxy()
         assert {path: path.read_bytes() for path in before} == before
+
+
+async def test_read_only_directory_without_a_state_is_named_once(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    (tmp_path / "slots").mkdir(mode=0o700)
+    with read_only(tmp_path / "slots"):
+        async with start_rig("hybrid", is_new=True, settles=False) as rig:
+            await ask(rig)
+            await rig.settled()
+            health = await rig.health()
+            assert [reason["kind"] for reason in health["reasons"]] == ["store not open"]
+            assert "this user may not write it" in health["reasons"][0]["reason"]
+            assert not rig.sample("cache_faults_total", stage="lookup")
 
 
 async def test_second_proxy_on_the_directory_is_refused(start_rig: StartRig) -> None:

@@ -213,7 +213,13 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             server(failures=["the cost of a state could not be examined: 500"]),
             *(LIMIT, "probe", "could not be examined", "nobody else uses"),
         ),
-        (proxy(), LIMIT, "running proxy", "none answers at 127.0.0.1:8082", "--admin HOST:PORT"),
+        (
+            proxy(),
+            LIMIT,
+            "running proxy",
+            "No proxy answers at 127.0.0.1:8082",
+            "--admin HOST:PORT",
+        ),
         (
             proxy(forwarding(kind="no slot save path", reason="No path.", cure="Give one.")),
             *(BLOCKER, "running proxy", "No path.", "Give one. For the exact step, stop the proxy"),
@@ -253,6 +259,13 @@ def test_proxy_that_caches_is_proof_enough() -> None:
     setup = proxy({"state": "caching", "reasons": [], "rule": "restore points"})
     assert problems(setup) == []
     assert summary(setup) == "Caching will work."
+
+
+def test_directory_that_a_proxy_reads_but_cannot_write_is_a_limit() -> None:
+    reason = {"kind": "directory is read-only", "reason": "It cannot be written.", "cure": "chown"}
+    setup = proxy({"state": "degraded", "reasons": [reason]})
+    (finding,) = problems(replace(setup, problem="permission denied"))
+    assert (finding.severity, finding.topic) == (LIMIT, "running proxy")
 
 
 def test_what_could_not_be_told_is_said_and_no_problem() -> None:
