@@ -109,7 +109,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
     if store.files.is_readonly:
-        degradations.begin(DegradationKind.DIRECTORY_IS_READ_ONLY)
+        degradations.begin(DegradationKind.DIRECTORY_IS_READ_ONLY, str(directory))
     note_quarantined(degradations, store.quarantined)
     get_logger("store").info(
         "store opened",
@@ -225,7 +225,12 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
     finally:
         if listener is not None:
             listener.close()
-        await runner.cleanup()
+        try:
+            await runner.cleanup()
+        except asyncio.CancelledError:
+            # Told again. Requests that still run end here, while llama-server can still be asked.
+            await connected.shutdown(0.001)  # 0 is no limit
+            raise
 
 
 async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> asyncio.Server:

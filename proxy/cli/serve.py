@@ -19,14 +19,7 @@ from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
 from proxy.llama.client import LlamaServer, Target, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.log import configure_logging, get_logger
-from proxy.run.process import (
-    Supervisor,
-    find_free_port,
-    port_refusal,
-    read_help,
-    require_free_port,
-    split_command,
-)
+from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command
 from proxy.settings import (
     NAMES,
     SCHEMA,
@@ -64,11 +57,9 @@ def _serve(
         uvloop.run(_serve_until_told(settings, supervisor, launch))
     except SettingsError as error:
         fail(error, Exit.USAGE)
-    except StoreLocked as error:
-        fail(error, Exit.UNAVAILABLE)
-    except OSError as error:
+    except (StoreLocked, OSError) as error:
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
-            if error.filename == address:
+            if isinstance(error, OSError) and error.filename == address:
                 error.filename = None
                 fail(
                     f"cannot {port_refusal(*split_address(address), error)}: give another {flag}",
@@ -76,7 +67,7 @@ def _serve(
                 )
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
-        fail("stopped before everything was saved", Exit.CUT_SHORT)
+        fail("stopped early: a request or a save was cut short", Exit.CUT_SHORT)
 
 
 async def _serve_until_told(
@@ -89,7 +80,7 @@ async def _serve_until_told(
     running: asyncio.Task[None] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
-        async with run_proxy(settings, launch=launch):
+        async with run_proxy(settings, launch=launch) as proxy:
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
             where = f"serving {settings.upstream}" if supervisor is None else ""
             says = where and f"{where}: {_listeners(settings)}"
@@ -100,8 +91,11 @@ async def _serve_until_told(
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
-                told = "finishing requests and saving slots"
-                log.info(told, says=told)
+                n_requests = len(proxy.shared.journal.in_flight)
+                first = f"finishing requests ({n_requests}), then " if n_requests else ""
+                at_most = f"at most {settings.drain_seconds:g} s" + " each" * bool(n_requests)
+                says = f"{first}saving slots: {at_most}; Ctrl-C again waits no longer"
+                log.info("finishing requests", n_requests=n_requests, says=says)
     finally:
         if running is not None:
             running.cancel()
@@ -125,7 +119,7 @@ def _listeners(settings: Settings) -> str:
 @click.command(context_settings={"allow_interspersed_args": False})
 @setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
     """Start llama-server and serve in front of it.
 
@@ -155,11 +149,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             told = ["llama-server cannot be run like this:", *launch.conflicts]
             fail("\n  ".join(told), Exit.USAGE)
         settings = _settings(merged, launch)
-        require_free_port(launch.host, launch.port)
-    except SettingsError as error:
-        fail(error, Exit.USAGE)
-    except OSError as error:
-        fail(error, Exit.UNAVAILABLE)
+        free_port(launch.host, launch.port)
+    except (SettingsError, OSError) as error:
+        fail(error, Exit.USAGE if isinstance(error, SettingsError) else Exit.UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
     _tell(launch, is_upstream_given="upstream" in merged)
 
@@ -206,7 +198,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         known_names(options),
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
         default_path=str(default_directory()),
-        free_port=find_free_port("127.0.0.1"),
+        free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
     if "--models-preset" in given:
@@ -248,15 +240,9 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     help="In place of FILE: a request that was answered not long ago, by the id of its log line.",
 )
 @click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
-@click.option(
-    "--model", metavar="NAME", help="Where there are several: the model, in place of FILE's own."
-)
+@click.option("--model", metavar="NAME", help="Where there are several, in place of FILE's own.")
 @click.option("--path", help="API that the body is for, such as /v1/messages. [by what it has]")
-@click.option(
-    "--api-key",
-    envvar="LLAMA_API_KEY",
-    help="The key of those who will use it: each has its own states.",
-)
+@click.option("--api-key", envvar="LLAMA_API_KEY", help="Its users' key: each has its own states.")
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
 @with_proxy
 def warm(

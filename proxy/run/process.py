@@ -39,7 +39,10 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_help(program: Sequence[str]) -> str:
     """Return a build's --help; raises SettingsError if there is no such program or it does not answer."""
     if not program or shutil.which(program[0]) is None:
-        raise SettingsError(f"{' '.join(program) or 'no program'}: command not found")
+        raise SettingsError(
+            f"{' '.join(program) or 'no program'}: command not found. Give llama-server's path:"
+            " llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
+        )
     try:
         done = subprocess.run(
             [*program, "--help"],
@@ -56,18 +59,19 @@ def read_help(program: Sequence[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def find_free_port(host: str) -> int:
-    """Return a free port of *host*; raises OSError if *host* is not an address of this machine."""
-    return _bind(host, 0)
-
-
-def require_free_port(host: str, port: int) -> None:
-    """Raise OSError if something listens on *port* of *host* already.
+def free_port(host: str, port: int = 0) -> int:
+    """Return *port*, or any for 0; raises OSError if it is taken, or *host* no address of this machine.
 
     Builds of llama-server that share ports would start all the same, and answer every other request.
     """
     try:
-        _bind(host, port)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or "127.0.0.1", port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
     except OSError as error:
         raise OSError(f"llama-server cannot {port_refusal(host, port, error)}") from error
 
@@ -95,21 +99,11 @@ def _listener(port: int) -> str:
     return ""
 
 
-def _bind(host: str, port: int) -> int:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host or "127.0.0.1", port, type=socket.SOCK_STREAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-        return int(probe.getsockname()[1])
-
-
 # One process: its start and its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
 _KEPT_BYTES = 1 << 16
-_N_LAST_LINES = 8
+_N_LAST_LINES, _N_SHOWN = 30, 8
 _IS_ERROR = re.compile(r"[\d.]+ E |(error|terminate|GGML_ASSERT|Segmentation)|.*\berror:")
 
 
@@ -164,11 +158,17 @@ class LlamaProcess:
 
     @property
     def last_words(self) -> str:
-        """The last error lines of its output, else its last lines; empty if it writes to our stderr."""
+        """The lines at the end of its output that say why it ended; empty if it writes to our stderr.
+
+        These are the errors among its last lines; if it ended with an exit status and without an error, its
+        last lines. SIGKILL leaves no time for a word.
+        """
         self._read()
-        lines = self._written.decode(errors="replace").splitlines()
+        status = self._process.returncode or 0
+        lines = self._written.decode(errors="replace").splitlines()[-_N_LAST_LINES:]
         errors = [line for line in lines if _IS_ERROR.match(line)]
-        return "".join(f"\n  {line}" for line in (errors or lines)[-_N_LAST_LINES:])
+        said = [] if -status == signal.SIGKILL else errors or lines * (status >= 0)
+        return "".join(f"\n  {line}" for line in said[-_N_SHOWN:])
 
     @property
     def pid(self) -> int:
@@ -185,10 +185,9 @@ class LlamaProcess:
         """End it with SIGTERM; after *seconds*, or if this call is cancelled, with SIGKILL."""
         self._signal_all(signal.SIGTERM)
         try:
-            async with asyncio.timeout(seconds):
-                await self.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self.wait()
         finally:
             self._signal_all(signal.SIGKILL)
             await self._process.wait()
@@ -204,10 +203,9 @@ def describe_end(status: int) -> str:
     """Return an exit status in words; a negative one is the number of a signal."""
     if status >= 0:
         return f"exit status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
+    perhaps = ", as the kernel does when memory runs out" * (-status == signal.SIGKILL)
+    return f"killed by {name}{perhaps}"
 
 
 # Keeping llama-server running.
