@@ -17,17 +17,15 @@ _NO_FACTS = ("event", "component", "level", "timestamp")
 
 def configure_logging(level: str, log_format: str) -> None:
     """Send log lines of *level* and above to stderr, as `console` or `json`."""
-    renderers: list[structlog.typing.Processor] = [
-        _without_words,
-        structlog.processors.JSONRenderer()
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-    ]
-    is_for_people = log_format == "console" and level != "debug"
+    is_json, is_for_people = log_format == "json", log_format == "console" and level != "debug"
+    console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    renderers = [_without_words, structlog.processors.JSONRenderer() if is_json else console]
+    form = "%H:%M:%S" if is_for_people else "iso"
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S" if is_for_people else "iso", utc=False),
+            # People read local time, programs UTC.
+            structlog.processors.TimeStamper(fmt=form, utc=is_json),
             structlog.processors.format_exc_info,
             *([_words] if is_for_people else renderers),
         ],

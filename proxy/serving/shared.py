@@ -115,6 +115,6 @@ def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
     if not found:
         return ""
     since, newest = max(found, key=lambda each: each[0])
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
     words = f"checkpoint {newest.id:016x} of {newest.n_tokens:,} tokens, since {at}"
     return words if len(found) == 1 else f"{words}, and {len(found) - 1} before"

@@ -51,6 +51,7 @@ def test_log_tells_what_failed_but_not_what_it_was_about(
         lines = [json.loads(line) for line in told.splitlines()]
         assert [line["event"] for line in lines] == ["cache fault", "cache fault", "request"]
         assert lines[2]["id"] == "5f0c1a2b" and lines[2]["level"] == "info"
+        assert lines[2]["timestamp"].endswith("Z"), "programs get UTC"
 
 
 def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
