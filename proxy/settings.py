@@ -503,6 +503,6 @@ def _complaint(name: str, value: Any) -> str:
 
 
 def _no_setting(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, 1)
-    meant = f", perhaps {near[0]}" if near else ""
-    return f"{name} is no setting{meant}; settings: {', '.join(NAMES)}"
+    near = get_close_matches(name, names, 2)
+    meant = f", perhaps {' or '.join(near)}" if near else ""
+    return f"{name} is no setting{meant}: `llama-prefix-cache serve --help` lists them"

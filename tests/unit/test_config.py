@@ -108,17 +108,22 @@ def test_size_that_is_none_is_refused(tmp_path: Path, written: str) -> None:
     assert message.startswith("environment: ") and "max_store_bytes" in message
 
 
-def test_unknown_key_in_the_file_is_refused_with_its_source_and_what_is_allowed(
+def test_unknown_key_in_the_file_is_refused_with_its_source_and_the_nearest_names(
     tmp_path: Path,
 ) -> None:
-    message = refusal(tmp_path, file="max_stroe_bytes: 1GiB\n")
+    message = refusal(tmp_path, file="max_byte: 1GiB\n")
     assert message.startswith(str(tmp_path / "config.yaml"))
-    assert "max_stroe_bytes" in message and all(name in message for name in NAMES)
+    assert "max_byte is no setting, perhaps max_store_bytes: " in message
+    assert (
+        sum(name in message for name in NAMES) <= 2
+        and "`llama-prefix-cache serve --help`" in message
+    )
 
 
 def test_unknown_variable_with_our_prefix_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, environment={"MAX_REQUEST": "3"})
-    assert "environment: LLAMA_PREFIX_CACHE_MAX_REQUEST" in message and "max_requests" in message
+    assert "environment: LLAMA_PREFIX_CACHE_MAX_REQUEST is no setting" in message
+    assert "perhaps LLAMA_PREFIX_CACHE_MAX_REQUESTS" in message
 
 
 def test_variable_that_names_the_file_is_allowed(tmp_path: Path) -> None:
