@@ -53,6 +53,7 @@ from proxy.explain.sketch import (
 )
 from proxy.explain.trace import TracedRequest, traced
 from proxy.explain.views import (
+    OWN_CLIENT,
     Explanation,
     History,
     Nearest,
@@ -150,7 +151,7 @@ class Journal:
         self._ended[record.id] = _Ended(record, judgement)
         self.n_recorded += 1
         self.today()
-        if record.kind is not Kind.AHEAD:
+        if record.kind is not Kind.AHEAD and record.client != OWN_CLIENT:
             self.past.add(record)
         if len(self._ended) > MAX_REQUESTS:
             _, oldest = self._ended.popitem(last=False)

@@ -287,6 +287,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     costs: list[Cost] = []
 
 
+OWN_CLIENT = "llama-prefix-cache"
+"""The client of requests that the commands send to warm, try out or measure; no sum counts them."""
+
+
 class Span(msgspec.Struct, array_like=True):
     """What the requests of a minute or an hour have reused; it begins at `since`, in seconds since 1970.
 

@@ -260,7 +260,7 @@ def conversation_of(body: GenerationBody) -> Conversation:
 # Requests that are made only to evaluate a prompt: one token is generated and not read.
 
 
-_USER = {"role": "user", "content": "."}
+_USER = {"role": "user", "content": "(warmed)"}
 _ONE_TOKEN = {"max_tokens": 1, "max_output_tokens": 1, "n_predict": 1}
 """The limit under the name of each route; llama-server ignores the other names."""
 _DROPPED = ("stream", "stream_options", "n", "n_cmpl", "max_completion_tokens")

@@ -20,9 +20,9 @@ from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, SlotPhase
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import CacheFault, ServerAway, UpstreamFault
+from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.report import Keep
-from proxy.explain.views import Explanation
+from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer, error_message, reason_of
@@ -71,6 +71,7 @@ class Warming:
             headers=headers,
             relay=partial(send_for_nobody, _PATH, headers),
             tenant=tenant,
+            client=OWN_CLIENT,
             model=upstream.target.model,
         )
         raw = tokens_request(wanted, upstream.target.model)
@@ -208,8 +209,7 @@ async def send_for_nobody(
     except (aiohttp.ClientError, OSError) as error:
         raise ServerAway(f"llama-server went away: {reason_of(error)}", has_ended=True) from error
     if reply.status != 200:
-        said = error_message(body)
-        raise NotWarmed(f"llama-server answered {reply.status}: {said}")
+        raise NotWarmed(str(UpstreamRefused(reply.status, error_message(body))))
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.timings())
