@@ -83,7 +83,7 @@ function plan(request) {
 function times(request) {
   const parts = [
     ["waited", request.queued_seconds], ["prepared", request.prepared_seconds],
-    ["first token", request.first_token_seconds], ["whole answer", request.seconds], ["saved", request.saved_seconds],
+    ["first token", request.first_token_seconds], ["whole answer", request.seconds], ["saved", request.saved_seconds > 0 ? request.saved_seconds : null],
   ];
   return parts.filter(([, n]) => n !== null).map(([name, n]) => `${name} ${seconds(n)}`).join(" · ");
 }

@@ -133,7 +133,7 @@ export class Requests {
       make("td", { class: "cut" }, title, make("span", { class: "quiet from" }, from), make("div", { class: "narrow" }, reuse(record))),
       make("td", { class: "wide" }, reuse(record)),
       make("td", { class: "number wide" }, duration(record.first_token_seconds)),
-      make("td", { class: "number wide" }, record.saved_seconds ? seconds(record.saved_seconds) : "–"),
+      make("td", { class: "number wide" }, record.saved_seconds > 0 ? seconds(record.saved_seconds) : "–"),
       make("td", {}, button));
   }
 
