@@ -15,8 +15,8 @@ import msgspec
 
 from proxy.cli.common import Command, Exit, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
-from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, way_to
-from proxy.settings import ADMIN_TOKEN, reachable, split_address, token_to_show
+from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, way_to
+from proxy.settings import ADMIN_TOKEN, Settings, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -32,7 +32,9 @@ class RunningProxy:
     def __init__(self, address: str, token: str | None = None) -> None:
         """*address* is HOST:PORT, *token* the listener's token if it has one."""
         self.address = address
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"User-Agent": OWN_CLIENT, "Content-Type": "application/json"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
@@ -101,7 +103,7 @@ class RunningProxy:
                     )
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
-                    fail(_complaint(reply.read()), status)
+                    fail(_complaint(reply.read()) or self.fail_foreign(), status)
                 yield reply
         except (HTTPException, OSError) as error:
             fail(
@@ -129,14 +131,23 @@ class RunningProxy:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)
 
 
+def proxy_of(settings: Settings) -> RunningProxy:
+    """Return the proxy at the address `admin`; exits if its token cannot be read."""
+    try:
+        return RunningProxy(reachable(settings.admin), token_to_show(settings))
+    except SettingsError as error:
+        fail(error, Exit.USAGE)
+
+
 def _complaint(body: bytes) -> str:
-    """Return the message of an error body."""
+    """Return the message of an error body, empty if it has none."""
     try:
         error = msgspec.json.decode(body)["error"]
         said = str(error["message"] if isinstance(error, dict) else error)
-        return said.removeprefix("llama-prefix-cache: ")
+        # The second is llama-server's own, for a path that it has not.
+        return said.removeprefix("llama-prefix-cache: ").removeprefix("File Not Found")
     except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace").strip()
+        return ""
 
 
 class DirectoryStore:
@@ -186,11 +197,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
         if slot_save_path is None:
             given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
-            try:
-                proxy = RunningProxy(reachable(settings.admin), token_to_show(settings))
-            except SettingsError as error:
-                fail(error, Exit.USAGE)
-            known = Path(settings.slot_save_path)
+            proxy, known = proxy_of(settings), Path(settings.slot_save_path)
             has_store = works_on_directories and (known / "index").is_dir()
             if admin is not None or not has_store or proxy.is_there():
                 command(proxy, **arguments)
@@ -242,13 +249,8 @@ def told_plainly() -> Iterator[None]:
     """Exit with a plain message if the work on a directory fails."""
     try:
         yield
-    except StoreLocked as lock:
-        fail(
-            f"{lock}: stop it first. Commands that can ask it (--admin) need no --slot-save-path",
-            Exit.UNAVAILABLE,
-        )
     except (StoreFault, OSError) as fault:
-        fail(fault)
+        fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
 
 # From hex digits or a model's name to checkpoints.

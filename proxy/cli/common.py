@@ -58,6 +58,12 @@ def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     sys.exit(exit_status)
 
 
+def agree(question: str) -> None:
+    """Ask whether to go on; exit if the user does not, or if nobody sits at a terminal."""
+    if not (sys.stdin.isatty() and click.confirm(question, err=True)):
+        fail(f"{question} Nothing was done: --yes does it without asking", Exit.USAGE)
+
+
 def settings_of(
     flags: Mapping[str, Any],
     config: Path | None,
@@ -170,6 +176,7 @@ def _setting_option(name: str) -> Callable[[Command], Command]:
     return click.option(f"--{flag}", metavar=metavar, help=said)
 
 
+FILE = click.Path(dir_okay=False, path_type=Path)
 config_option = click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 
 from proxy.cli.access import RunningProxy, told_plainly, with_proxy
-from proxy.cli.common import Exit, answer, fail
+from proxy.cli.common import Exit, agree, answer, fail
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -195,8 +195,8 @@ def _agree(path: Path, before: str, after: str, *, is_sure: bool) -> None:
         before.splitlines(), after.splitlines(), str(path), "", lineterm=""
     )
     click.echo("\n".join(lines), err=True)
-    if not is_sure and not (sys.stdin.isatty() and click.confirm(f"Write {path}?", err=True)):
-        fail("nothing was written: --yes writes without asking", Exit.USAGE)
+    if not is_sure:
+        agree(f"Write {path}?")
 
 
 def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int, int]:
@@ -208,8 +208,7 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
         fields = {"model": model, names[0]: said, names[1]: 1}
-        headers = {"X-Api-Key": api_key, "Content-Type": "application/json"}
-        body = msgspec.json.encode(fields)
+        headers, body = {"X-Api-Key": api_key}, msgspec.json.encode(fields)
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
         answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from proxy.app import open_bucket
-from proxy.cli.access import RunningProxy, with_proxy
+from proxy.cli.access import RunningProxy, proxy_of, with_proxy
 from proxy.cli.common import (
     Exit,
     age_in_words,
@@ -40,7 +40,7 @@ from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
-from proxy.explain.views import Explanation, Nearest
+from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
@@ -68,7 +68,8 @@ def stats(proxy: RunningProxy, as_json: bool) -> None:
 
 def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines that the live page shows above its requests."""
-    yield "the proxy", f"is {overview['state']} since {overview['since']}"
+    since = datetime.fromisoformat(overview["since"]).astimezone()
+    yield "the proxy", f"is {overview['state']} since {since:%Y-%m-%d %H:%M}"
     if store := overview["store"]:
         stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
         yield "stored", f"{stored} of {size_in_words(store['max_bytes'])}"
@@ -84,7 +85,9 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
     missed = f"{today['n_missed']:,} known tokens, in {today['n_missing']:,} of the requests"
     yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
-    yield "time saved", f"{seconds_in_words(today['saved_seconds'])} of evaluation"
+    # A few short restores may have taken longer than evaluating: nothing is saved yet.
+    saved = today["saved_seconds"]
+    yield "time saved", f"{seconds_in_words(saved)} of evaluation" if saved > 0 else "nothing yet"
     yield from conversations_of(overview["requests"])
 
 
@@ -93,7 +96,7 @@ _N_CONVERSATIONS = 5
 
 def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the last conversations, named for people, and how much the last request of each reused."""
-    newest = {request["conversation"]: request for request in reversed(requests)}
+    newest = {r["conversation"]: r for r in reversed(requests) if r["client"] != OWN_CLIENT}
     last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
     for request in last:
         used = age_in_words(time.time() - request["at"])
@@ -302,8 +305,11 @@ def _tell_shares(settings: Settings, *, as_json: bool) -> None:
     from proxy.shared.survey import survey
 
     try:
-        opened = open_bucket(settings)
-        shares = asyncio.run(survey(*opened)) if opened else fail("shared_store is not set")
+        if not settings.shared_store and (proxy := proxy_of(settings)).is_there():
+            told = proxy.told().get("shared_store", "")
+            settings = msgspec.structs.replace(settings, shared_store=told)
+        is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
+        shares = asyncio.run(survey(*(open_bucket(settings) or fail(is_unset))))
     except (SettingsError, SharedStoreFault) as error:
         fail(str(error))
     now = time.time()

@@ -21,9 +21,11 @@ from proxy.cli.access import (
     with_store,
 )
 from proxy.cli.common import (
+    FILE,
     Exit,
     age_in_words,
     age_seconds,
+    agree,
     answer,
     checkpoints_in_words,
     fail,
@@ -208,13 +210,7 @@ def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: b
 
 @click.command()
 @click.option("--namespace", metavar="ID", help="Only what this names, as ls shows it, or a model.")
-@click.option(
-    "--unused-for",
-    metavar="AGE",
-    type=age_seconds,
-    default="0s",
-    help="Only what was not used for so long.",
-)
+@click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused so long.")
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @_yes_option
@@ -259,7 +255,8 @@ def _delete(
         return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
     if len(going) > 1 and not is_sure:
         n_pinned = len(chosen) - len(going)
-        _confirm(_sum(going) + (f" ({n_pinned} pinned ones stay)" if n_pinned else ""))
+        stay = f" ({n_pinned} pinned ones stay)" if n_pinned else ""
+        agree(f"Delete {_sum(going)}{stay}?")
     replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
     return Deleted(
         sum(reply.n_deleted for reply in replies),
@@ -267,14 +264,6 @@ def _delete(
         len(chosen) - len(going) + sum(reply.n_pinned for reply in replies),
         sum(reply.n_in_use for reply in replies),
     )
-
-
-def _confirm(what: str) -> None:
-    """Ask whether to delete *what*; without a terminal, exit and ask for --yes."""
-    if not sys.stdin.isatty():
-        fail(f"would delete {what}: give --yes", Exit.USAGE)
-    if not click.confirm(f"Delete {what}?", err=True):
-        fail("nothing was deleted")
 
 
 def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
@@ -336,16 +325,12 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
 
 @click.command("export")
 @names_argument
-@click.option(
-    "--to",
-    "-o",
-    "file",
-    required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File.",
-)
+@click.option("--to", "-o", "file", required=True, type=FILE, help="File.")
+@_yes_option
 @with_directory
-def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool) -> None:
+def export(
+    settings: Settings, names: tuple[str, ...], file: Path, yes: bool, as_json: bool
+) -> None:
     """Write checkpoints into one file.
 
     \b
@@ -357,6 +342,8 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
     """
     files = StateFiles(Path(settings.slot_save_path))
     with told_plainly():
+        if file.is_file() and not yes:
+            agree(f"{file} is there already. Replace it?")
         records = read_records(files)
         models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
         listed = [list_checkpoint(record.checkpoint, models) for record in records]

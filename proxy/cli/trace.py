@@ -10,11 +10,11 @@ import click
 import msgspec
 
 from proxy.cli.access import RunningProxy, told_plainly, with_proxy
-from proxy.cli.common import Exit, answer, fail, json_option, table_of
+from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of
 from proxy.explain import trace as traces
 from proxy.explain.trace import TracedRequest
 
-_file = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+_file = click.argument("file", type=FILE)
 
 
 @click.group()
@@ -57,8 +57,8 @@ def _read(file: Path) -> list[TracedRequest]:
     with told_plainly():
         try:
             read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
-        except ValueError as error:
-            fail(f"{file} is no trace: {error}")
+        except ValueError:
+            fail(f"{file} is not what `trace export` writes")
     return read or fail(f"there is no request in {file}")
 
 
@@ -136,10 +136,7 @@ def _send(server: RunningProxy, model: str, text: str, n_answer: int) -> _Sent |
     shown = {"stream": True, "stream_options": {"include_usage": True}}
     body = msgspec.json.encode({"model": model, "prompt": text, **length, **shown})
     began, first, usage = time.monotonic(), 0.0, dict[str, Any]()
-    headers = {"Content-Type": "application/json"}
-    for told in server.lines(
-        "/v1/completions", body=body, headers=headers, refusals=range(400, 600)
-    ):
+    for told in server.lines("/v1/completions", body=body, refusals=range(400, 600)):
         first, usage = first or time.monotonic() - began, told.get("usage") or usage
     n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return (usage["prompt_tokens"], n_reused, first) if usage else None

@@ -497,5 +497,6 @@ def reason_of(error: Exception) -> str:
 def error_message(content: bytes) -> str:
     reply = object_in(content)
     if reply is None or "error" not in reply:
-        return content[:200].decode(errors="replace")
+        said = content[:200].decode(errors="replace").strip()
+        return "" if said.startswith("<") else said  # a page, of something else
     return text_of(reply["error"], "message")

@@ -37,7 +37,7 @@ class Addresses:
         launch: Launch | None,
     ) -> None:
         """With a *launch*, llama-server is being started with it: the first requests wait for that."""
-        self._settings = settings
+        self.settings = settings
         self._shared = shared
         self._roots = list(roots)
         self._launch = launch
@@ -64,11 +64,6 @@ class Addresses:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
-
-    @property
-    def ends(self) -> dict[str, str]:
-        """The settings `listen` and `upstream`, as they were given."""
-        return {"listen": self._settings.listen, "upstream": self._settings.upstream}
 
     @property
     def servers(self) -> list[Server]:
@@ -114,11 +109,9 @@ class Addresses:
 
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
-        server = Server(self._settings, services, self._launch, **options)
+        server = Server(self.settings, services, self._launch, **options)
         self._run(server.watch)
-        self._run(
-            partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
-        )
+        self._run(partial(save_idle_slots, lambda: server.process, self.settings.idle_save_seconds))
         self._run(partial(remember_rates, lambda: server.process))
         return server
 
@@ -153,7 +146,7 @@ class Addresses:
             return False
         get_logger("pool").info("several models", address=root.target.base_url, kind=host.kind)
         services = self._shared.of(root, root.target.name)
-        hosted = HostedModels(self._settings, services, host, self._new_model)
+        hosted = HostedModels(self.settings, services, host, self._new_model)
         await hosted.look()
         self._plain.remove(server)
         self._hosts[root] = hosted

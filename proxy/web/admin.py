@@ -354,6 +354,7 @@ class Admin:
         relay = partial(send_for_nobody, path, keys)
         tenant = tenant_of(keys, self._shared.secret)
         warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant)
+        warmed.client = views.OWN_CLIENT
         return warmed.receive(with_alias(wanted, self._aliases), self._shared.secret)
 
 
@@ -411,7 +412,8 @@ def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
     """
     degradations, store = shared.everywhere, shared.opened_store
     return {
-        **pool.ends,
+        "listen": pool.settings.listen,
+        "upstream": pool.settings.upstream,
         "state": degradations.state,
         "since": _moment(degradations.since),
         "reasons": [

@@ -101,6 +101,7 @@ class Looks:
         n_seen = int(number) if is_known else 0
         return {
             **standing(self._shared, self._pool),
+            "shared_store": self._pool.settings.shared_store,
             "in_flight": [self._flight(request) for request in journal.in_flight.values()],
             "today": journal.today(),
             "keeps": journal.keep.value,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ async def test_client_is_connected_and_its_way_is_cached(
         tried = json.JSONDecoder().raw_decode(output[output.rindex("{\n") :])[0]
         assert tried["n_cached"] > tried["n_prompt"] * 0.9
         assert rig.base_url in file.read_text()
+        today = (await asked("stats", "--admin", rig.admin_url))["today"]
+        assert not today["n_requests"], "what connect tries out is no request of a client"
         for other, wins in (('{"$schema": "x"}', False), ('{"model": "x"}', True)):
             file.with_suffix(".jsonc").write_text(other)
             status, printed = await command("connect", name, *where, "--file", file)
@@ -95,13 +98,17 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         assert status == 1 and "pinned" in output
         for held in (("check",), ("ls",)):
             status, output = await command(*held, "--slot-save-path", first)
-            assert status == 69 and f"another llama-prefix-cache uses {first}" in output
+            whose = (
+                f"another llama-prefix-cache uses {first} (process {os.getpid()}): stop it first"
+            )
+            assert status == 69 and whose in output
         # The proxy runs, and a request is served, while its states are exported.
         exported, _ = await asyncio.gather(
             asked("export", header[:8], "-o", file, "--slot-save-path", first),
             rig.chat(MESSAGES[1], tools=TOOLS),
         )
         assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
+        await export_again(file, "export", header[:8], "--slot-save-path", first, "-o")
         await rig.stop_proxy()
         assert (await command("ls", *admin))[0] == 69
         assert (await asked("check", "--slot-save-path", first))["problems"] == []
@@ -123,6 +130,16 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         assert purged["n_deleted"] >= 1 and not list(second.glob("lpc-*"))
 
 
+async def export_again(file: Any, *export: object) -> None:
+    """Export to a file that is there already, and to a directory that is not."""
+    before, (status, output) = file.stat(), await command(*export, file)
+    assert status == 2 and f"{file} is there already. Replace it? Nothing was done: --yes" in output
+    assert file.stat() == before
+    assert (await command(*export, file, "--yes"))[0] == 0 and file.stat() != before
+    status, output = await command(*export, file.with_name("nowhere") / "x.lpc")
+    assert status == 1 and f"{file.with_name('nowhere')} is no directory" in output
+
+
 async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path: Path) -> None:
     body = {"messages": MESSAGES[1], "tools": TOOLS, "max_tokens": 999, "stream": True}
     (tmp_path / "request.json").write_text(json.dumps(body))
@@ -131,6 +148,8 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         first = await asked(*warm, "--pin")
         assert not first["was_kept"] and first["n_usable"] >= first["n_header_tokens"] > 1000
         assert first["n_prompt_tokens"] - first["n_header_tokens"] < 30
+        _, listed = await command("ls", "--admin", rig.admin_url)
+        assert "llama-prefix-cache, " in listed and '"."' not in listed
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
         assert "pinned: it stays" in (await command(*warm))[1]

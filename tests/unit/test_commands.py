@@ -4,6 +4,7 @@ import json
 import re
 import time
 from contextlib import redirect_stdout
+from datetime import datetime
 from inspect import unwrap
 from io import StringIO
 from pathlib import Path
@@ -22,7 +23,14 @@ from proxy.cli.serve import for_model
 from proxy.cli.store import ls
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
-from proxy.explain.views import Explanation, ListedCheckpoint, RequestRecord, Today, list_checkpoint
+from proxy.explain.views import (
+    OWN_CLIENT,
+    Explanation,
+    ListedCheckpoint,
+    RequestRecord,
+    Today,
+    list_checkpoint,
+)
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
 from proxy.settings import NAMES, size_in_words
@@ -114,7 +122,7 @@ def warmed(body: dict[str, Any], *, is_whole: bool = False) -> tuple[str, dict[s
 
 
 def test_body_is_cut_to_its_header_and_one_token() -> None:
-    other = {"role": "user", "content": "."}
+    other = {"role": "user", "content": "(warmed)"}
     path, fields = warmed(CHAT)
     assert path == "/v1/chat/completions"
     assert fields == {"messages": [SYSTEM, other], "tools": CHAT["tools"], **ONE_TOKEN}
@@ -155,7 +163,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     ]
     overview: dict[str, Any] = {
         "state": "caching",
-        "since": "noon",
+        "since": "2026-11-23T11:00:00Z",
         "store": None,
         "servers": servers,
     }
@@ -166,19 +174,23 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "model": "",
     }
     hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100}
-    overview["requests"] = [hit, {**hit, "confirmed": 0, "at": 5.0}]
+    warmed = {**hit, "client": OWN_CLIENT, "conversation": "cd34"}
+    overview["requests"] = [hit, {**hit, "confirmed": 0, "at": 5.0}, warmed]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
-    assert rows[0] == ("the proxy", "is caching since noon")
+    noon = datetime.fromtimestamp(1795431600)  # local time, like all times that people read
+    assert rows[0] == ("the proxy", f"is caching since {noon:%Y-%m-%d %H:%M}")
     assert ("llama-server", "rule: any prefix; slots: 1 empty, 2 known") in rows
     assert ("llama-server b", "rule: any prefix; slots: 1 empty, 1 known") in rows
     assert ("prompt tokens", "1,000, of which 900 reused (90%)") in rows
     assert ("missed", "nothing") in rows
     named = '"mend the login", OpenCode 1.18: 90% reused, 0 s ago'
-    assert rows[-1] == ("conversation", named)
-    today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70)
+    assert [row for row in rows if row[0] == "conversation"] == [("conversation", named)]
+    assert ("time saved", "nothing yet") in rows
+    today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70, saved_seconds=-0.002)
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     says = "70 known tokens, in 1 of the requests: `explain miss` says why"
     assert ("missed", says) in rows
+    assert ("time saved", "nothing yet") in rows, "restores that took longer are no saving below 0"
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")

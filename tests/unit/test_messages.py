@@ -6,11 +6,14 @@ import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
+from proxy.errors import UpstreamRefused
+from proxy.llama.client import error_message
 from proxy.settings import ENVIRONMENT_PREFIX
 
 NOT_PLAIN = re.compile(
@@ -62,7 +65,8 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("stabilizers: {safe: true}", "stabilizers"),
     ("aliases: a", "name = name of llama-server"),
     ("aliases: a=b=c", "name = name of llama-server"),
-    ("max_stroe_bytes: 1GiB", "perhaps max_store_bytes"),
+    ("max_stroe_bytes: 1GiB", "perhaps max_store_bytes or min_free_bytes: `llama-"),
+    ("nonsense: 1", "nonsense is no setting: `llama-prefix-cache serve --help` lists them"),
     ("8081: listen", "expected `name: value` lines"),
     ("- a", "expected `name: value` lines"),
     ("a: [", ", line "),
@@ -114,7 +118,12 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("srve",), "No such command"),
         (("serve", "--config", "/no/such/file.yaml"), "does not exist"),
         (("run",), "Missing argument"),
-        (("run", "--", "/no/such/program"), "command not found"),
+        (
+            ("run", "--", "/no/such/program"),
+            "not found. Give llama-server's path: llama-prefix-cache run",
+        ),
+        (("run", "-m", "model.gguf"), "run [OPTIONS] -- COMMAND"),
+        (("trace", "show", "/etc/hostname"), "not what `trace export` writes"),
         (("run", "--", "/etc/hostname"), "cannot be run"),
         (("run", "--", "/bin/true"), "this is not llama-server"),
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
@@ -154,6 +163,36 @@ def test_wrong_command_is_told_in_words(
 def test_unknown_variable_is_told_in_words(name: str) -> None:
     _, said = told("stats", environment={ENVIRONMENT_PREFIX + name: "3"})
     assert f"{ENVIRONMENT_PREFIX}{name} is no setting" in said
+
+
+LLAMA_SERVERS_404 = b'{"error": {"code": 404, "message": "File Not Found"}}'
+
+
+@pytest.mark.parametrize("page", [b"", b"<!DOCTYPE HTML><p>nginx", LLAMA_SERVERS_404])
+@pytest.mark.parametrize("arguments", [("stats",), ("warm", "/etc/hostname"), ("explain",)])
+def test_address_of_something_else_is_told_in_words(page: bytes, arguments: tuple[str]) -> None:
+    head = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            asked, _ = listener.accept()
+            with asked:
+                asked.recv(1 << 16)
+                asked.sendall(head % len(page) + page)
+                while asked.recv(1 << 16):
+                    pass
+
+        answering = Thread(target=answer)
+        answering.start()
+        status, said = told(*arguments, "--admin", f"127.0.0.1:{listener.getsockname()[1]}")
+        answering.join()
+    assert status == 69 and said.endswith(" is not llama-prefix-cache\n")
+
+
+@pytest.mark.parametrize("page", ["", "<html><p>nginx", "plain words"])
+def test_refusal_without_words_ends_at_its_status(page: str) -> None:
+    said = str(UpstreamRefused(404, error_message(page.encode())))
+    assert said == "llama-server answered 404" + (": plain words" if "plain" in page else "")
 
 
 @pytest.fixture
