@@ -1,11 +1,16 @@
 """The closed set of degradations: words, cures, and the state that follows."""
 
+import time
+
 import pytest
 
 from proxy import health as module
 from proxy.core.conditions import OF_PROCESS, DegradationKind, State, state_under
+from proxy.core.model import Quarantine
 from proxy.health import Degradations
 from proxy.metrics import Metrics
+from proxy.serving.shared import quarantined_in_words
+from tests.unit.builders import checkpoint
 
 K = DegradationKind
 
@@ -113,3 +118,13 @@ def test_degradation_that_comes_and_goes_is_logged_once_in_a_while(
     clock.now += module.QUIET_SECONDS
     noted.begin(K.SAVES_FAIL)
     assert len(lines()) == 1
+
+
+def test_quarantine_is_told_in_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    quarantined = checkpoint(9, quarantine=Quarantine("llama-server ended", since=0.0))
+    with monkeypatch.context() as there:
+        there.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        words = quarantined_in_words([quarantined])
+    time.tzset()
+    assert words.endswith("of 9 tokens, since 1970-01-01 09:00")
