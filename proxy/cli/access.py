@@ -45,7 +45,12 @@ class RunningProxy:
         return self.ask("GET", "/overview", dict[str, Any])
 
     def clients_side(self, told: dict[str, Any], url: str | None) -> "RunningProxy":
-        """Return the listener for clients, at *url* or where the overview tells."""
+        """Return the listener for clients, at *url* or where the overview tells; exits without a model."""
+        if not told["servers"]:
+            none = (
+                "there is no model yet: give llama-server one (-m FILE), or wait until it is loaded"
+            )
+            fail(none, Exit.UNAVAILABLE)
         address = url or reachable(told["listen"], self.address.rpartition(":")[0])
         return RunningProxy(address.removeprefix("http://").rstrip("/"))
 

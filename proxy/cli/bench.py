@@ -11,7 +11,6 @@ import click
 import msgspec
 
 from proxy.cli.access import RunningProxy, told_plainly, with_proxy
-from proxy.cli.common import Exit, fail
 from proxy.cli.trace import send_all, tell
 from proxy.explain.trace import TRACED_TOKENS, TracedRequest
 
@@ -48,8 +47,6 @@ def bench(
     """
     told = proxy.told()
     server, servers = proxy.clients_side(told, url), told["servers"]
-    if not servers:
-        fail("no model is there yet: try again when llama-server is ready", Exit.UNAVAILABLE)
     model = server.ask("GET", "/v1/models", dict[str, Any])["data"][0]
     trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
     figures = send_all(trace, server, model["id"])

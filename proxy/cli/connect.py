@@ -65,14 +65,11 @@ def connect(
     told = proxy.told()
     server = proxy.clients_side(told, url)
     models = server.ask("GET", "/v1/models", dict[str, Any], headers={"X-Api-Key": api_key})["data"]
-    contexts = [each["n_ctx"] for each in told["servers"]]
-    if not models or not contexts:
-        fail("no model is there yet: try again when llama-server is ready", Exit.UNAVAILABLE)
     model = model or str(models[0]["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
-    n_ctx = min(contexts)
+    n_ctx = min(each["n_ctx"] for each in told["servers"])
     sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")

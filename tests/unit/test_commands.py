@@ -16,7 +16,7 @@ from click import BadParameter
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.cli.access import DirectoryStore, named
+from proxy.cli.access import DirectoryStore, RunningProxy, named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
 from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
@@ -194,6 +194,12 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
+
+
+def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        RunningProxy("127.0.0.1:1").clients_side({"servers": [], "listen": ":8081"}, None)
+    assert "there is no model yet: give llama-server one (-m FILE)" in capsys.readouterr().err
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
