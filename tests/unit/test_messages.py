@@ -1,5 +1,6 @@
 """What people are told of their mistakes: plain words, no exception, no errno, no library's own."""
 
+import errno
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.errors import UpstreamRefused
+from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
 from proxy.settings import ENVIRONMENT_PREFIX
 
@@ -233,3 +234,8 @@ def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
 def test_defaults_in_help_are_sizes_that_people_read() -> None:
     said = CliRunner().invoke(main, ["serve", "--help"]).output
     assert "20GiB" in said and "21474836480" not in said
+
+
+def test_permission_that_is_denied_is_told_with_who_has_none() -> None:
+    said = in_words(PermissionError(errno.EACCES, "Permission denied", "/srv/slots"))
+    assert said == f"/srv/slots: permission denied for this user (uid {os.geteuid()})"
