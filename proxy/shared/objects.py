@@ -71,8 +71,7 @@ def name_of(namespace: str, shared_id: str, kind: str) -> str:
 
 def new_id(now: float, writer: str, random: str) -> str:
     """Return a new id; ids sort by time, as far as clocks agree. *writer* and *random* are hex digits."""
-    milliseconds = max(0, int(now * 1000))
-    return f"{milliseconds:0{_TIME_DIGITS}x}-{writer}-{random}"
+    return f"{earliest_id(now)}-{writer}-{random}"
 
 
 def earliest_id(now: float) -> str:

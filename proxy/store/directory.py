@@ -39,6 +39,7 @@ from proxy.store.files import (
     StateFiles,
     id_of,
     is_state_name,
+    replacing,
     sync_names,
     temporary_name_of,
 )
@@ -376,9 +377,8 @@ def _secret(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(secret := path.read_bytes()) == _SECRET_BYTES:
             return secret
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
+    with replacing(path, path.with_suffix(".new")) as file:
         file.write(secret := token_bytes(_SECRET_BYTES))
-        os.fsync(file)
     return secret
 
 

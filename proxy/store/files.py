@@ -10,13 +10,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -63,11 +63,6 @@ class StateFiles:
                 if _OURS.fullmatch(entry.name):
                     yield entry.name, entry.is_file(follow_symlinks=False)
 
-    def unnamed(self, named: Collection[str]) -> list[str]:
-        """Return the files that are neither one of the *named* states nor the record of one."""
-        expected = {*named, *(self.sidecar_name(name) for name in named)}
-        return sorted(name for name in self.names() if name not in expected)
-
     def free_bytes(self) -> int:
         """Return how many bytes are free for files of this process's user; raises OSError."""
         status = os.statvfs(self.directory)
@@ -77,22 +72,8 @@ class StateFiles:
         """Replace a small file by *data*; the change is durable once the directory is synced."""
         if self.is_readonly:
             return
-        with self._replacing(name) as temporary, temporary.open("xb") as file:
-            temporary.chmod(0o600)
+        with replacing(self.path(name), self.path(self.new_temporary_name())) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    @contextmanager
-    def _replacing(self, name: str) -> Iterator[Path]:
-        """Yield the path of a temporary file that replaces *name* once it is whole."""
-        temporary = self.path(self.new_temporary_name())
-        try:
-            yield temporary
-            temporary.rename(self.path(name))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
     def seal(self, temporary: str, final: str) -> FileStamp:
         """Give a checked temporary file its final name, durable once the directory is synced."""
@@ -175,14 +156,18 @@ class StateFiles:
 
     def edit(self, name: str, change: Callable[[Path], T]) -> T:
         """Change a file, or replace it by a changed copy; return the result of *change*."""
+        path = self.path(name)
         try:
-            return change(self.path(name))
+            return change(path)
         except PermissionError:
             # llama-server runs under another uid: the directory is shared, but the files are not.
-            with self._replacing(name) as copy:
-                shutil.copyfile(self.path(name), copy)
-                self._protect(copy)
-            return change(self.path(name))
+            with (
+                path.open("rb") as file,
+                replacing(path, self.path(self.new_temporary_name())) as copy,
+            ):
+                shutil.copyfileobj(file, copy)
+            self._protect(path)
+            return change(path)
 
     def _protect(self, path: Path) -> None:
         # A state reveals the conversation. With llama-server under another uid the directory is shared by
@@ -191,6 +176,21 @@ class StateFiles:
             return
         is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
         path.chmod(0o660 if is_group_shared else 0o600)
+
+
+@contextmanager
+def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
+    """Yield a new file *part*, for its owner only; once it is whole and on disk, it becomes *path*."""
+    part.unlink(missing_ok=True)  # left by a crash
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def sync_names(directory: Path) -> None:

@@ -11,8 +11,10 @@ import struct
 import subprocess
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import file_digest
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -33,7 +35,7 @@ from proxy.core.tokens import (
     tokens_from_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault, in_words
-from proxy.store.files import is_state_name, sync_names
+from proxy.store.files import is_state_name, replacing, sync_names
 
 T = TypeVar("T")
 
@@ -213,10 +215,13 @@ class Index:
 
     def record(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Return the record of a checkpoint, None if it is gone or damaged."""
-        with _faults(), self._env.begin(db=self._checkpoints) as txn:
-            data = txn.get(_ID.pack(checkpoint_id))
+        return self._read(self._checkpoints, _ID.pack(checkpoint_id), _RECORDS.decode)
+
+    def _read(self, database: Any, key: bytes, decode: Callable[[bytes], T]) -> T | None:
+        with _faults(), self._env.begin(db=database) as txn:
+            data = txn.get(key)
         try:
-            return None if data is None else _RECORDS.decode(data)
+            return None if data is None else decode(data)
         except ValueError:
             return None
 
@@ -320,12 +325,7 @@ class Index:
 
     def tokens(self, checkpoint_id: CheckpointId) -> TokenIds | None:
         """Return the tokens of a checkpoint, None if they are gone or damaged."""
-        with _faults(), self._env.begin(db=self._tokens) as txn:
-            data = txn.get(_ID.pack(checkpoint_id))
-        try:
-            return None if data is None else tokens_from_bytes(data)
-        except ValueError:
-            return None
+        return self._read(self._tokens, _ID.pack(checkpoint_id), tokens_from_bytes)
 
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
@@ -380,12 +380,8 @@ class Index:
 
     def value(self, name: str, value_type: type[T]) -> T | None:
         """Return the named value, or None if it is absent or of another type."""
-        with _faults(), self._env.begin(db=self._values) as txn:
-            data = txn.get(name.encode())
-        try:
-            return None if data is None else msgspec.msgpack.decode(data, type=value_type)
-        except ValueError:
-            return None
+        decode = partial(msgspec.msgpack.decode, type=value_type)
+        return self._read(self._values, name.encode(), decode)
 
     def put_value(self, name: str, value: object) -> None:
         with self._writing() as txn:
@@ -421,7 +417,6 @@ def _faults() -> Iterator[None]:
 
 
 _SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
-_READ_BYTES = 4 << 20
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
 _EXIT_DAMAGED = 65
@@ -451,13 +446,8 @@ def sound_file(path: Path, copy: Path) -> Path:
 
 def seal(file: Path) -> None:
     """Write the checksum beside a closed file; raises OSError."""
-    new = seal_of(file).with_suffix(".new")
-    new.touch(mode=0o600)
-    with new.open("w") as sealed:
-        sealed.write(f"{_digest(file)}\n")
-        sealed.flush()
-        os.fsync(sealed)
-    new.replace(seal_of(file))
+    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
+        sealed.write(f"{_digest(file)}\n".encode())
 
 
 def seal_of(file: Path) -> Path:
@@ -465,11 +455,8 @@ def seal_of(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as data:  # not mapped
-        while chunk := data.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return file_digest(data, xxhash.xxh3_128).hexdigest()
 
 
 def _copy_apart(path: Path, copy: Path) -> None:

@@ -82,10 +82,10 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
             kinds.setdefault(checkpoint, ProblemKind.MADE_OF_CHANGED)
     problems = _mended_by_opening(store.rebuild) if store.rebuild else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
-    told = {problem.name for problem in problems}
-    unnamed = store.files.unnamed(told | {c.file_name for c in checkpoints})
+    named = {c.file_name for c in checkpoints} | {problem.name for problem in problems}
+    unnamed = {*store.files.names()} - named - {*map(store.files.sidecar_name, named)}
     kind = ProblemKind.FILE_WITHOUT_ENTRY
-    return problems + [Problem(kind, name, store.files.size_bytes(name)) for name in unnamed]
+    return problems + [Problem(kind, n, store.files.size_bytes(n)) for n in sorted(unnamed)]
 
 
 def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> ProblemKind | None:
