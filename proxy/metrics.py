@@ -65,7 +65,7 @@ class MetricFamily(Generic[M]):
     @property
     def help(self) -> str:
         """What stands below the name of the metric."""
-        return " ".join(docstrings_of_fields(Metrics)[self.attribute].split())
+        return docstrings_of_fields(Metrics)[self.attribute][0]
 
     def make(self, registry: CollectorRegistry) -> M:
         """Return the metric with all its series, at zero: a rate is then right from the first event on."""
