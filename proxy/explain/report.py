@@ -452,10 +452,6 @@ class Report:
         told = anthropic_diagnostics(compared)
         return lambda _: told, on_id
 
-    def answered(self, request: "Request", judgement: Judgement) -> None:
-        """Report a request that was looked up, once its answer was relayed."""
-        self._answered(request, judgement, request.outcome)
-
     def not_looked_up(
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
     ) -> None:
@@ -463,10 +459,13 @@ class Report:
         request.why = why
         is_otherwise = why == TOKENIZED_OTHERWISE
         cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
-        self._answered(request, Judgement(cause), outcome)
+        self.answered(request, Judgement(cause), outcome)
 
-    def _answered(self, request: "Request", judgement: Judgement, outcome: Outcome) -> None:
-        answer, account = request.answer, request.account
+    def answered(
+        self, request: "Request", judgement: Judgement, outcome: Outcome | None = None
+    ) -> None:
+        """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
+        answer, account, outcome = request.answer, request.account, outcome or request.outcome
         assert answer is not None
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))

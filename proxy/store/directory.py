@@ -233,15 +233,10 @@ class StoreDirectory:
             raise
         return stamp
 
-    def update(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        old: Sequence[PrefixHash] = (),
-        new: Sequence[PrefixHash] = (),
-    ) -> None:
+    def update(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Replace records durably: first beside their files, then in the index as `Index.update` does."""
         self.write_sidecars(checkpoints)
-        self.index.update(checkpoints, old, new)
+        self.index.update(checkpoints)
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""

@@ -286,27 +286,17 @@ class Index:
             txn.put(summary[:_SCORE_BYTES] + key, b"", db=self._order)
 
     def update(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        old: Sequence[PrefixHash] = (),
-        new: Sequence[PrefixHash] = (),
-        scores: Mapping[CheckpointId, float] | None = None,
+        self, checkpoints: Sequence[Checkpoint], scores: Mapping[CheckpointId, float] | None = None
     ) -> None:
         """Rewrite the records of checkpoints that still exist, in one transaction.
 
-        If the namespace of a checkpoint has changed, its *old* prefix hashes are replaced by *new* ones.
         *scores* replace the scores of the index, except those of pins and quarantines.
         """
         with self._writing() as txn:
             for checkpoint in checkpoints:
                 key = _ID.pack(checkpoint.id)
-                if txn.get(key, db=self._checkpoints) is None:
-                    continue
-                self._put_record(txn, key, checkpoint)
-                for prefix_hash in old:
-                    txn.delete(prefix_hash, key, db=self._prefixes)
-                for prefix_hash in new:
-                    txn.put(prefix_hash, key, db=self._prefixes)
+                if txn.get(key, db=self._checkpoints) is not None:
+                    self._put_record(txn, key, checkpoint)
             for checkpoint_id, score in (scores or {}).items():
                 key = _ID.pack(checkpoint_id)
                 if (data := txn.get(key, db=self._summaries)) is not None:
