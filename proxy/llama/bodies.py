@@ -24,14 +24,8 @@ _MEDIA = ("image_url", "input_audio")
 # The fields that /apply-template reads besides the messages (oaicompat_chat_params_parse in
 # server-common.cpp).
 RENDERING_FIELDS = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "reasoning_format",
-    "response_format",
-    "json_schema",
+    "tools tool_choice parallel_tool_calls chat_template_kwargs reasoning_effort reasoning_format "
+    "response_format json_schema".split()
 )
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """The field for a session's name: OpenAI's, and OpenCode's for other providers."""

@@ -148,12 +148,8 @@ def entry_of(
 ) -> tuple[Checkpoint, TokenIds, list[PrefixHash]]:
     """Return the index entry of a shared state; one of no *namespace* here is known, but never found."""
     hashes = [*meta.hashes, *meta.points.values()] if namespace is not None else []
-    record = replace(
-        meta.checkpoint,
-        id=index_id(shared_id),
-        namespace=namespace or Namespace(b""),
-        shared_id=shared_id,
-    )
+    here, checkpoint_id = namespace or Namespace(b""), index_id(shared_id)
+    record = replace(meta.checkpoint, id=checkpoint_id, namespace=here, shared_id=shared_id)
     return record, tokens_from_bytes(b"".join(hashes)), [PrefixHash(each) for each in hashes]
 
 

@@ -230,10 +230,8 @@ def plain_text(content: Any) -> str | None:
 
 def is_of_model(message: Json) -> bool:
     """Return whether the model wrote a message, or an item of a Responses body."""
-    return message.get("role") == "assistant" or message.get("type") in (
-        "reasoning",
-        "function_call",
-    )
+    is_item = message.get("type") in ("reasoning", "function_call")
+    return is_item or message.get("role") == "assistant"
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
