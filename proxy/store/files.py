@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -101,13 +101,10 @@ class StateFiles:
         except OSError:
             return 0
 
-    def parts(self, name: str, sizes: Iterable[int]) -> tuple[FilePart, ...]:
+    def parts(self, name: str, sizes: Sequence[int]) -> tuple[FilePart, ...]:
         """Return the parts of a file as it is now; raises OSError if it cannot be read."""
-        found, offset = [], 0
-        for n_bytes in sizes:
-            found.append(FilePart(n_bytes, self._digest(name, offset, n_bytes)))
-            offset += n_bytes
-        return tuple(found)
+        places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+        return tuple(FilePart(n, self._digest(name, offset, n)) for offset, n in places)
 
     def has_part(self, name: str, offset: int, part: FilePart, *, keeps_pages: bool = True) -> bool:
         """Return whether a part of a file is unchanged; raises OSError if it cannot be read.
@@ -116,14 +113,11 @@ class StateFiles:
         """
         return self._digest(name, offset, part.n_bytes, keeps_pages=keeps_pages) == part.digest
 
-    def is_intact(self, name: str, parts: Iterable[FilePart]) -> bool:
+    def is_intact(self, name: str, parts: Sequence[FilePart]) -> bool:
         """Return whether a file is these parts and nothing else; raises OSError if it cannot be read."""
-        offset = 0
-        for part in parts:
-            if not self.has_part(name, offset, part):
-                return False
-            offset += part.n_bytes
-        return offset == self.path(name).stat().st_size
+        *offsets, end = accumulate((part.n_bytes for part in parts), initial=0)
+        is_whole = end == self.path(name).stat().st_size
+        return is_whole and all(map(partial(self.has_part, name), offsets, parts))
 
     def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
         # Not mapped: if the file were truncated or unreadable meanwhile, that would end this process.
