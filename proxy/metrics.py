@@ -51,7 +51,7 @@ class MetricFamily(Generic[M]):
     """
 
     def __init__(
-        self, kind: type[M], buckets: tuple[float, ...] = (), **labels: Iterable[str]
+        self, kind: type[M], /, *, buckets: tuple[float, ...] = (), **labels: Iterable[str]
     ) -> None:
         self._kind = kind
         self._options: dict[str, Any] = {"buckets": buckets} if buckets else {}
