@@ -67,9 +67,6 @@ class Sketch:
                 yield hash((namespace, self.messages[index]))
 
 
-EMPTY = Sketch(digests([]), digests([]), "", digests([]))
-
-
 def begin_alike(new: Sketch, old: Sketch) -> bool:
     """Return whether two prompts have the same first message under about the same header.
 

@@ -171,10 +171,8 @@ class Index:
         If the file was not closed, all entries are compared. The entries of a closed file are only counted;
         with *reads_all* each of its records is read as well.
         """
-        n_summaries, n_expected = 0, 0
-        for _, summary in self.summaries():
-            n_summaries += 1
-            n_expected += summary.n_blocks
+        n_blocks = [summary.n_blocks for _, summary in self.summaries()]
+        n_summaries = len(n_blocks)
         databases = (self._checkpoints, self._tokens, self._prefixes, self._order)
         with _faults(), self._env.begin() as txn:
             n_records, *others = (txn.stat(database)["entries"] for database in databases)
@@ -182,7 +180,7 @@ class Index:
         n_readable = len(checkpoints) if reads_all or self._is_copied else n_summaries
         if n_records != n_readable:
             return f"records that cannot be read: {n_records - n_readable}"
-        found, expected = (*others, n_summaries), (n_records, n_expected, n_records, n_records)
+        found, expected = (*others, n_summaries), (n_records, sum(n_blocks), n_records, n_records)
         if found != expected:
             return f"of tokens, prefixes, places and summaries {found} instead of {expected}"
         n_wrong = sum(not self._is_whole(c) for c in checkpoints if self._is_copied)
