@@ -116,8 +116,8 @@ class StateFiles:
     def is_intact(self, name: str, parts: Sequence[FilePart]) -> bool:
         """Return whether a file is these parts and nothing else; raises OSError if it cannot be read."""
         *offsets, end = accumulate((part.n_bytes for part in parts), initial=0)
-        is_whole = end == self.path(name).stat().st_size
-        return is_whole and all(map(partial(self.has_part, name), offsets, parts))
+        is_same = all(map(partial(self.has_part, name), offsets, parts))
+        return is_same and end == self.path(name).stat().st_size
 
     def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
         # Not mapped: if the file were truncated or unreadable meanwhile, that would end this process.
