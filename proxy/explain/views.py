@@ -84,7 +84,7 @@ class Outline:
     def add(self, checkpoint: Checkpoint) -> None:
         for node_id in ("", *way_to(parent_of(checkpoint))):
             if (node := self._nodes.get(node_id)) is None:
-                parent, level = node_id.rpartition("/")[0], _LEVELS[_level(node_id)]
+                parent, level = node_id.rpartition("/")[0], _LEVELS[1 + node_id.count("/")]
                 node = self._nodes[node_id] = ListedNode(id=node_id, parent=parent, level=level)
             node.add(checkpoint)
             if checkpoint.last_used_at == node.last_used_at:
@@ -97,41 +97,35 @@ class Outline:
 
         *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
         """
-        largest = sorted(self._nodes.values(), key=lambda n: (_level(n.id), -n.size_bytes))
-        newest = self._newest
-        return [
-            _described(node, newest[node.id], names, rates_by) if newest else node
-            for node in largest[:n_at_most]
-        ]
+        largest = sorted(
+            self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes)
+        )
+        return [self._described(node, names, rates_by) for node in largest[:n_at_most]]
+
+    def _described(
+        self, node: ListedNode, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
+    ) -> ListedNode:
+        if (newest := self._newest.get(node.id)) is None:
+            return node
+        is_session = node.level == "session"
+        n_header = newest.header if is_session or node.level == "header" else 0
+        begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
+        namespace, rates = newest.namespace, rates_by.get(newest.namespace)
+        is_measured = rates is not None and rates.is_measured
+        return msgspec.structs.replace(
+            node,
+            title=newest.title.words if is_session else "",
+            client=newest.title.client if n_header or is_session else "",
+            n_tokens=end,
+            seconds=round(rates.evaluation_seconds(begin, end), 3)
+            if rates and is_measured
+            else None,
+            is_served=namespace in rates_by if rates_by and node.id else None,
+            model=names.get(namespace) if node.id else None,
+        )
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-
-def _level(node_id: str) -> int:
-    return node_id.count("/") + 1 if node_id else 0
-
-
-def _described(
-    node: ListedNode,
-    newest: Checkpoint,
-    names: Mapping[Namespace, str],
-    rates_by: Mapping[Namespace, Rates],
-) -> ListedNode:
-    level = _level(node.id)
-    is_session, n_header = level == 3, newest.header if level > 1 else 0
-    begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
-    namespace, rates = newest.namespace, rates_by.get(newest.namespace)
-    is_measured = rates is not None and rates.is_measured
-    return msgspec.structs.replace(
-        node,
-        title=newest.title.words if is_session else "",
-        client=newest.title.client if n_header or is_session else "",
-        n_tokens=end,
-        seconds=round(rates.evaluation_seconds(begin, end), 3) if rates and is_measured else None,
-        is_served=namespace in rates_by if rates_by and node.id else None,
-        model=names.get(namespace) if node.id else None,
-    )
 
 
 class Deleted(msgspec.Struct, frozen=True):
