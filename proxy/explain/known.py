@@ -153,7 +153,9 @@ class KnownPrompts:
            nearest one if it began the same conversation again since, under a header more like the new one.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
-        self._read_keys()
+        for known in self._keyless:  # the oldest first
+            self._by_key.update(dict.fromkeys(known.keys, known))
+        self._keyless.clear()
         by_key, last = self._by_key, None
         keys = new.sketch.conversation_keys(new.namespace)
         key = next((key for key in keys if key in by_key), None)
@@ -202,12 +204,6 @@ class KnownPrompts:
                 n_common = common_prefix_length(others, tokens)
                 if n_common > n_lost and known.namespace == namespace:
                     known.loss = Loss(cause, n_common)
-
-    def _read_keys(self) -> None:
-        """Make the keys of prompts that have none yet, the oldest first."""
-        for known in self._keyless:
-            self._by_key.update(dict.fromkeys(known.keys, known))
-        self._keyless.clear()
 
     def _forget(self, known: KnownPrompt) -> None:
         self._known.remove(known)

@@ -173,13 +173,12 @@ _LISTED_AS_THEY_ARE = {f.name for f in fields(Checkpoint)} & {
 
 
 def list_checkpoint(
-    checkpoint: Checkpoint,
-    names: Mapping[Namespace, str],
-    *,
-    value_seconds: float | None = None,
-    is_warm: bool | None = None,
+    checkpoint: Checkpoint, names: Mapping[Namespace, str], **more: float | bool
 ) -> ListedCheckpoint:
-    """Return a checkpoint as operators see it; *names* are those of the models of namespaces."""
+    """Return a checkpoint as operators see it; *names* are those of the models of namespaces.
+
+    *more* are the facts that only a running proxy knows.
+    """
     return ListedCheckpoint(
         id=f"{checkpoint.id:016x}",
         parent=parent_of(checkpoint),
@@ -187,10 +186,8 @@ def list_checkpoint(
         title=checkpoint.title.words,
         client=checkpoint.title.client,
         n_header_tokens=checkpoint.header,
-        is_warm=is_warm,
-        value_seconds=None if value_seconds is None else round(value_seconds, 3),
         model=names.get(checkpoint.namespace),
-        **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE},
+        **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE} | more,
     )
 
 

@@ -17,7 +17,7 @@ from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim
 from proxy.core.sharing import is_still_in_time
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.state_file import read_state_file
 from proxy.log import get_logger
 from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Gone
 from proxy.shared.objects import STATE, USED
@@ -101,7 +101,9 @@ class Downloads:
         try:
             if not await self._download(checkpoint, files.path(name), limit_seconds):
                 return None
-            state = await asyncio.to_thread(_checked, files.path(name), checkpoint)
+            state = await asyncio.to_thread(read_state_file, files.path(name))
+            if len(state.tokens) != checkpoint.n_tokens:
+                raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
             await store.settle(name, checkpoint.size_bytes)
             entered = entered_as(checkpoint, name, checkpoint.namespace, state)
             committed = await store.commit(replace(entered, is_fetched=True), state.tokens)
@@ -151,14 +153,6 @@ class Downloads:
         """Let the writer of a state know that somebody has read it."""
         with suppress(CacheFault), self._remote.trying("upload"):
             await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
-
-
-def _checked(path: Path, checkpoint: Checkpoint) -> StateFile:
-    """Return what a file is that has come; raises StateFileMalformed if it is not what was told."""
-    state = read_state_file(path)
-    if len(state.tokens) != checkpoint.n_tokens:
-        raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
-    return state
 
 
 class Arrival:

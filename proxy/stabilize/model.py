@@ -331,12 +331,8 @@ class Draft:
 
     @cached_property
     def _conversation(self) -> str:
-        given = self.facts.tenant, self.facts.session, self._lasting_system
+        given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
         return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
-
-    @cached_property
-    def _lasting_system(self) -> str:
-        return _what_lasts(self.system_text)
 
     @cached_property
     def begins(self) -> bool:

@@ -145,14 +145,6 @@ def _shown_token(request: web.Request) -> bytes:
     return shown.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
 
 
-def _client_keys(request: web.Request) -> dict[str, str]:
-    """Return the headers with the client's API key, without the listener's own token."""
-    keys = keys_of(request.headers)
-    if request.get(_IS_OPERATOR):
-        keys.pop("Authorization", None)
-    return keys
-
-
 def json_response(content: Any = None, **fields: Any) -> web.Response:
     """Return *content* as JSON, or an object of the *fields*."""
     body = msgspec.json.encode(fields if content is None else content)
@@ -246,13 +238,11 @@ class Admin:
         """Return all checkpoints `under` a node, the most valuable first."""
         store, node_id = self._shared.store, request.query.get("under")
         names, present = model_names(store.index), self._shared.served.present()
-        listed = [
-            views.list_checkpoint(
-                c, names, value_seconds=store.value_seconds(c, present), is_warm=store.is_warm(c)
-            )
-            async for c in in_slices(store)
-            if not node_id or node_id in views.way_to(views.parent_of(c))
-        ]
+        listed = list[views.ListedCheckpoint]()
+        async for c in in_slices(store):
+            if not node_id or node_id in views.way_to(views.parent_of(c)):
+                value, is_warm = round(store.value_seconds(c, present), 3), store.is_warm(c)
+                listed.append(views.list_checkpoint(c, names, value_seconds=value, is_warm=is_warm))
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
     async def tree(self, request: web.Request) -> web.Response:
@@ -303,7 +293,9 @@ class Admin:
         With `request` in the query, the header of that earlier request is kept instead, by its id or as the
         last one. The answer has a line of JSON for each progress, and one for the end.
         """
-        is_whole, keys = _is_asked_for(request, "whole"), _client_keys(request)
+        is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
+        if request.get(_IS_OPERATOR):
+            keys.pop("Authorization", None)
         if (request_id := request.query.get("request")) is not None:
             wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:
