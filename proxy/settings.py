@@ -309,9 +309,8 @@ def is_loopback(host: str) -> bool:
 
 def admin_token_file(settings: Settings) -> Path:
     """Return the file of the admin listener's token: the one of the settings, or one beside the states."""
-    return Path(
-        settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
-    ).expanduser()
+    file = settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
+    return Path(file).expanduser()
 
 
 def read_admin_token(settings: Settings) -> str | None:

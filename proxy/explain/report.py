@@ -292,9 +292,8 @@ class Inquiry:
             if self._journal.keep is not Keep.TEXT:
                 new.rendering.reduce()
             known.add(new, matches)
-        return msgspec.structs.replace(
-            judgement, nearest=self._nearest(matches[1], account.plan.n_shared)
-        )
+        nearest = self._nearest(matches[1], account.plan.n_shared)
+        return msgspec.structs.replace(judgement, nearest=nearest)
 
     def _find(self, account: "Account", request_id: str) -> "_Found":
         """Return the findings; they are computed again only if the outcome differs from the plan."""
@@ -418,9 +417,8 @@ class Report:
         is_asked, message_id = asked_comparison(route, body)
         if not is_asked and route is Route.MESSAGES:
             return None, None
-        new = sketch.named(
-            request.id, body.fields, sketch.sketch_of(request.chat.fields) if request.chat else None
-        )
+        read = sketch.sketch_of(request.chat.fields) if request.chat else None
+        new = sketch.named(request.id, body.fields, read)
         on_id = partial(journal.note_named, request.tenant, new)
         if not message_id:
             return (lambda _: None) if is_asked else None, on_id

@@ -31,12 +31,7 @@ _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """The field for a session's name: OpenAI's, and OpenCode's for other providers."""
 _LIMITS = {Route.MESSAGES: "max_tokens", Route.RESPONSES: "max_output_tokens"}
 _CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
-_CONVERTED_FIELDS = (
-    "messages",
-    *RENDERING_FIELDS,
-    "add_generation_prompt",
-    "continue_final_message",
-)
+_CONVERTED = ("messages", *RENDERING_FIELDS, "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     if route not in _CONVERSIONS:
         return body
     chat = _CONVERSIONS[route](body.fields)
-    fields = {key: chat[key] for key in _CONVERTED_FIELDS if key in chat}
+    fields = {key: chat[key] for key in _CONVERTED if key in chat}
     return GenerationBody(msgspec.json.encode(fields), fields)
 
 

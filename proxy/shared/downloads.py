@@ -18,7 +18,6 @@ from proxy.core.saving import Claim
 from proxy.core.sharing import is_still_in_time
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
 from proxy.llama.state_file import read_state_file
-from proxy.log import get_logger
 from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Gone
 from proxy.shared.objects import STATE, USED
 from proxy.shared.remote import Remote, backoff_seconds
@@ -36,7 +35,6 @@ class Downloads:
         self._remote = remote
         self._fetches: dict[CheckpointId, asyncio.Task[Checkpoint | None]] = {}
         self._n_damaged, self._damaged_until = 0, 0.0
-        self._log = get_logger("shared")
 
     @property
     def is_off(self) -> bool:
@@ -91,7 +89,9 @@ class Downloads:
         self._remote.metrics.shared_fetches.labels(result).inc()
         seconds = round(time.monotonic() - began, 3)
         size, name = checkpoint.size_bytes, checkpoint.shared_id
-        self._log.info("fetched", result=result, id=name, size_bytes=size, seconds=seconds, why=why)
+        self._remote.log.info(
+            "fetched", result=result, id=name, size_bytes=size, seconds=seconds, why=why
+        )
         return fetched
 
     async def _receive(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:

@@ -16,7 +16,6 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written
 from proxy.core.sharing import SharedLimits, spared_per_byte
 from proxy.errors import CacheFault, in_words
-from proxy.log import get_logger
 from proxy.shared import objects
 from proxy.shared.bucket import READ_BYTES
 from proxy.shared.objects import META, STATE
@@ -37,7 +36,6 @@ class Uploads:
         """What is on its way, None once it is needless."""
         self._wake, self._is_busy = asyncio.Event(), False
         self._wake.set()
-        self._log = get_logger("shared")
 
     def note_committed(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.shared_id:
@@ -83,7 +81,7 @@ class Uploads:
                     await self._remote.delete(self._outdated[-1])
                     self._outdated.pop()
             except CacheFault as fault:
-                self._log.info("an upload waits", why=str(fault))
+                self._remote.log.info("an upload waits", why=str(fault))
                 await asyncio.sleep(self._remote.pause_seconds("upload", "delete") or 1.0)
                 self._wake.set()
             except Exception as error:
@@ -126,7 +124,7 @@ class Uploads:
                 sealed = remote.sealing.seal(name, data)
                 await remote.bucket.write(name, sealed, checkpoint.size_bytes)
         except OSError as error:
-            self._log.info("a state is not there to be uploaded", why=in_words(error))
+            self._remote.log.info("a state is not there to be uploaded", why=in_words(error))
             return
         remote.metrics.shared_bytes.labels("up").inc(checkpoint.size_bytes)
         claim = Claim(checkpoint.size_bytes, remote.present())
