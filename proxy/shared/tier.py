@@ -16,10 +16,9 @@ from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
 from proxy.shared import objects
 from proxy.shared.bucket import Gone
-from proxy.shared.downloads import Downloads
 from proxy.shared.objects import META, Listed, Meta
 from proxy.shared.remote import Remote
-from proxy.shared.uploads import Uploads
+from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
 
 _LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
