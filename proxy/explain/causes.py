@@ -229,17 +229,16 @@ class Meaning(NamedTuple):
         if not name:
             return self.advice
         if is_held and not is_same_conversation:
-            return (
-                f"{self.advice} No stabilizer helps: this is the beginning of another conversation."
-            )
+            return f"{self.advice} {_NONE_HELPS} this is the beginning of another conversation."
         if name == "sticky_date" and part not in _IN_FRONT:
-            return f"{self.advice} No stabilizer helps: `{name}` looks at the beginning only."
+            return f"{self.advice} {_NONE_HELPS} `{name}` looks at the beginning only."
         if name in switched_on:
             why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
             return f"{self.advice} {why}"
         return f"{self.cure} That helps from the next conversation on, not this one."
 
 
+_NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
 _EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""

@@ -69,7 +69,7 @@ class Remote:
         self._link = self.index.value(_LINK, Transfer) or UNMEASURED
         self._link_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
-        self.secret = self.sealing.secret(b"tenants") if self.sealing.is_on else self.store.secret
+        self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
         self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
         """What tenants of this directory are called on all machines that have the key file."""

@@ -237,22 +237,16 @@ class Verification:
     def __init__(self, files: StateFiles) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verification")
-        self._verified: dict[CheckpointId, FileStamp] = {}
+        self.verified: dict[CheckpointId, FileStamp] = {}
+        """The stamps of the files that are as llama-server wrote them."""
 
     def close(self) -> None:
         """Stop reading."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def note(self, checkpoint_id: CheckpointId, stamp: FileStamp) -> None:
-        """Note that a file with this stamp is as llama-server wrote it."""
-        self._verified[checkpoint_id] = stamp
-
-    def forget(self, checkpoint_id: CheckpointId) -> None:
-        self._verified.pop(checkpoint_id, None)
-
     def is_done(self, checkpoint: Checkpoint) -> bool:
         """Return whether a file was verified and has not changed since."""
-        verified = self._verified.get(checkpoint.id)
+        verified = self.verified.get(checkpoint.id)
         try:
             return verified is not None and verified == self._files.stamp(checkpoint.file_name)
         except (OSError, StateDamaged):
@@ -286,4 +280,4 @@ class Verification:
             raise StateDamaged(
                 f"{name} is not what was saved: {found.count(False)} of its parts differ"
             )
-        self.note(checkpoint.id, stamp)
+        self.verified[checkpoint.id] = stamp

@@ -257,7 +257,7 @@ class CheckpointStore(Catalogue):
         hashes = hash_prefixes(checkpoint.namespace, tokens)
 
         def enter(stamp: FileStamp) -> None:
-            self._verification.note(checkpoint.id, stamp)
+            self._verification.verified[checkpoint.id] = stamp
             self.enter(checkpoint)
             self.note_devalued(hashes)
             self.note_read(checkpoint)
@@ -325,7 +325,7 @@ class CheckpointStore(Catalogue):
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def note(tokens: TokenIds | None) -> None:
             self.forget(checkpoint.id)
-            self._verification.forget(checkpoint.id)
+            self._verification.verified.pop(checkpoint.id, None)
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
 
