@@ -308,17 +308,13 @@ class Inquiry:
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
         slot, now = (self._process.id, plan.slot_id), time.monotonic()
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
-        is_plain = account.failure is None and not account.n_restored
-        last: Match | None = None
         n_reused = account.n_reused or 0
+        is_plain = account.failure is None and not account.n_restored
         if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
-            last = known.continued(new, n_reused)
-        nearest, compared = last, last
-        if last is not None:
-            judgement = Judgement(Cause.HIT)
-        else:
-            nearest, compared = known.matches(new, self._known, self._planned_at)
-            judgement = self._compare(new, nearest, compared, account)
+            if (last := known.continued(new, n_reused)) is not None:
+                return _Found(Judgement(Cause.HIT), new, (last, last))
+        nearest, compared = known.matches(new, self._known, self._planned_at)
+        judgement = self._compare(new, nearest, compared, account)
         return _Found(judgement, new, (nearest, compared))
 
     def _compare(

@@ -352,12 +352,11 @@ class History(msgspec.Struct, kw_only=True):
 
 def in_words(record: RequestRecord) -> str:
     """Return the line about an answered request that people read; a miss says its cause."""
-    api, answered = api_name(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    api, took = api_name(record.path), seconds_in_words(record.seconds)
+    answered = f"answered in {took}"
     if record.kind is Kind.AHEAD:
-        took = seconds_in_words(record.seconds)
-        return (
-            f"{api}  {record.evaluated:,} tokens of the next prompt, {record.kind.value} in {took}"
-        )
+        ahead = f"{record.evaluated:,} tokens of the next prompt"
+        return f"{api}  {ahead}, {record.kind.value} in {took}"
     if (record.status or 200) >= 400:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
