@@ -160,12 +160,10 @@ def _cause(pair: _Pair) -> Cause:
 
 def _cause_in_tools(pair: _Pair) -> Cause:
     new, old = pair.new.sketch, pair.old.sketch
-    if sorted(new.tools) == sorted(old.tools):
-        return Cause.TOOL_ORDER
-    if new.names == old.names:
-        return Cause.TOOL_TEXT
     if sorted(new.names) == sorted(old.names):
-        return Cause.TOOL_ORDER
+        has_same_texts = sorted(new.tools) == sorted(old.tools)
+        is_moved = has_same_texts or new.names != old.names
+        return Cause.TOOL_ORDER if is_moved else Cause.TOOL_TEXT
     if not pair.is_same:
         return Cause.FIRST_SIGHT
     has_other_system = pair.differing is not None and pair.differing < new.n_leading_system

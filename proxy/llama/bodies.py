@@ -77,10 +77,8 @@ def is_too_deep(raw: bytes) -> bool:
     """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
     try:
         msgspec.json.decode(_text_read(raw))
-    except RecursionError:
-        return True
-    except ValueError:
-        pass
+    except (RecursionError, ValueError) as error:
+        return isinstance(error, RecursionError)
     return False
 
 
