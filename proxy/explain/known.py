@@ -106,7 +106,6 @@ class KnownPrompts:
         self._known: list[KnownPrompt] = []
         self._by_key: dict[int, KnownPrompt] = {}
         self._keyless: list[KnownPrompt] = []
-        self._last_in: dict[tuple[str, int], KnownPrompt] = {}
         self.size_bytes = 0
         """About the size of all prompts, without the requests of the keyless: about one for each slot."""
 
@@ -124,7 +123,8 @@ class KnownPrompts:
         compared here, to see that no other prompt was in the slot meanwhile. None if another known prompt
         may share more.
         """
-        last, end = self._last_in.get(new.slot), n_reused + SLACK_TOKENS
+        in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
+        last, end = next(in_slot, None), n_reused + SLACK_TOKENS
         if last is None or last.namespace != new.namespace or self._has_any(new.tokens, end):
             return None
         begin = max(0, min(n_reused, len(last.tokens)) - SLACK_TOKENS)
@@ -184,7 +184,6 @@ class KnownPrompts:
         self._known.append(known)
         self._keyless.append(known)
         self.size_bytes += known.size_bytes
-        self._last_in[known.slot] = known
         for match in matches:
             if match is not None and match.replaces and match.known in self._known:
                 known.ids = (*match.known.ids, *known.ids)[-MAX_IDS:]
@@ -208,8 +207,6 @@ class KnownPrompts:
     def _forget(self, known: KnownPrompt) -> None:
         self._known.remove(known)
         self.size_bytes -= known.size_bytes
-        if self._last_in.get(known.slot) is known:
-            del self._last_in[known.slot]
         if known in self._keyless:
             return self._keyless.remove(known)
         for key in known.keys:
