@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from typing import Any, Generic, TypeVar
 
@@ -49,9 +50,11 @@ class MetricFamily(Generic[M]):
     Within a `Metrics` the attribute of the same name is the metric itself.
     """
 
-    def __init__(self, kind: type[M], labels: dict[str, Iterable[str]], **options: Any) -> None:
+    def __init__(
+        self, kind: type[M], /, *, buckets: tuple[float, ...] = (), **labels: Iterable[str]
+    ) -> None:
         self._kind = kind
-        self._options = options
+        self._options: dict[str, Any] = {"buckets": buckets} if buckets else {}
         self.type = kind.__name__.lower()
         self.labels = {label: tuple(map(str, values)) for label, values in labels.items()}
 
@@ -65,7 +68,7 @@ class MetricFamily(Generic[M]):
     @property
     def help(self) -> str:
         """What stands below the name of the metric."""
-        return " ".join(docstrings_of_fields(Metrics)[self.attribute].split())
+        return docstrings_of_fields(Metrics)[self.attribute][0]
 
     def make(self, registry: CollectorRegistry) -> M:
         """Return the metric with all its series, at zero: a rate is then right from the first event on."""
@@ -76,18 +79,9 @@ class MetricFamily(Generic[M]):
         return metric
 
 
-def _counter(**labels: Iterable[str]) -> MetricFamily[Counter]:
-    return MetricFamily(Counter, labels)
-
-
-def _gauge(**labels: Iterable[str]) -> MetricFamily[Gauge]:
-    return MetricFamily(Gauge, labels)
-
-
-def _histogram(
-    buckets: tuple[float, ...] = SECONDS, **labels: Iterable[str]
-) -> MetricFamily[Histogram]:
-    return MetricFamily(Histogram, labels, buckets=buckets)
+_counter = partial(MetricFamily[Counter], Counter)
+_gauge = partial(MetricFamily[Gauge], Gauge)
+_histogram = partial(MetricFamily[Histogram], Histogram, buckets=SECONDS)
 
 
 class _Gauges(Collector):

@@ -211,9 +211,8 @@ NAMES = Settings.__struct_fields__
 SCHEMA: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
 """The JSON Schema of each setting; `description` is its first sentence, `more` the others."""
 
-for _name, _text_below in docstrings_of_fields(Settings).items():
-    _description, _, _more = _text_below.partition("\n\n")
-    SCHEMA[_name] |= {"description": _description, "more": " ".join(_more.split())}
+for _name, (_description, *_more) in docstrings_of_fields(Settings).items():
+    SCHEMA[_name] |= {"description": _description, "more": " ".join(_more)}
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than"}
 _KINDS = {
@@ -310,9 +309,8 @@ def is_loopback(host: str) -> bool:
 
 def admin_token_file(settings: Settings) -> Path:
     """Return the file of the admin listener's token: the one of the settings, or one beside the states."""
-    return Path(
-        settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
-    ).expanduser()
+    file = settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
+    return Path(file).expanduser()
 
 
 def read_admin_token(settings: Settings) -> str | None:

@@ -8,6 +8,8 @@ know how a condition is noticed, or when it began.
 from collections.abc import Iterable
 from enum import StrEnum
 
+from proxy.docstrings import docstrings_of_fields
+
 
 class State(StrEnum):
     """How requests are served: with the cache, with less of it, or without."""
@@ -17,210 +19,195 @@ class State(StrEnum):
     FORWARDING = "forwarding"
 
 
-_WAIT = "None needed: it ends by itself."
-
-
 class DegradationKind(StrEnum):
     """One reason why requests are served slower, or less safely, than they could be.
 
-    `reason` says what it means, `cure` what to do. `leads_to` is the state while the condition lasts.
+    Below each stands what it means, then what to do: its `reason` and its `cure`. `leads_to` is the state
+    while the condition lasts.
     """
 
     _value_: str
-    reason: str
-    cure: str
     leads_to: State
 
-    def __new__(
-        cls, kind: str, reason: str, cure: str, leads_to: State = State.FORWARDING
-    ) -> "DegradationKind":
+    def __new__(cls, kind: str, leads_to: State = State.FORWARDING) -> "DegradationKind":
         member = str.__new__(cls, kind)
-        member._value_ = kind
-        member.reason, member.cure, member.leads_to = reason, cure, leads_to
+        member._value_, member.leads_to = kind, leads_to
         return member
 
-    STORE_NOT_OPEN = (
-        "store not open",
-        "slot_save_path cannot be opened: requests are served without the cache.",
-        "Give it to the proxy's user (chown), or see the error; restart.",
-    )
-    DIRECTORY_IS_OPEN = (
-        "directory is open to others",
-        "Other users of this machine can read slot_save_path. States contain whole conversations.",
-        "chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.",
-        State.CACHING,
-    )
-    DIRECTORY_IS_READ_ONLY = (
-        "directory is read-only",
-        "slot_save_path cannot be written: stored states are restored, but nothing is saved.",
-        "None needed if that is wanted; else make it writable for the proxy's user; restart.",
-        State.DEGRADED,
-    )
-    STATE_ENDED_SERVER = (
-        "a state ended llama-server",
-        "llama-server ended while it used a state. That state is never used again, and is deleted first.",
-        "None needed if llama-server was killed; else report it, with the end of llama-server's log. The "
-        "notice ends when the checkpoint is deleted: `llama-prefix-cache rm ID`.",
-        State.CACHING,
-    )
-    SHARED_STORE_AWAY = (
-        "shared store away",
-        "shared_store does not answer as it should. Only states of this machine are used meanwhile.",
-        "Look at the error: address, credentials, network. Tried again within a minute.",
-        State.DEGRADED,
-    )
+    @property
+    def reason(self) -> str:
+        return _WORDS[self.name][0]
 
-    UNREACHABLE = (
-        "llama-server unreachable",
-        "llama-server does not answer. Requests wait for it, within upstream_wait_seconds.",
-        "Start llama-server, or correct `upstream` (--upstream URL).",
-    )
-    SILENT = (
-        "llama-server is silent",
-        "llama-server takes connections but has not answered for seconds. Requests to it wait.",
-        "None needed if it ends by itself. Else see whether llama-server is stopped or swapped out, or has "
-        "fewer threads (--threads-http) than clients at once.",
-        State.DEGRADED,
-    )
-    LOADING = (
-        "llama-server is loading",
-        "llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.",
-        _WAIT,
-    )
-    API_KEY_REFUSED = (
-        "llama-server wants an API key",
-        "llama-server was started with --api-key, and refuses the proxy's own calls.",
-        "Give that key as upstream_api_key (--upstream-api-key KEY).",
-    )
-    NOT_A_LLAMA_SERVER = (
-        "not a llama-server",
-        "What answers at `upstream` is neither a llama-server with slots nor a known host of models.",
-        "Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; with "
-        "--api-prefix, add the prefix to the URL.",
-    )
-    ATTACHING = (
-        "attaching",
-        "First contact: slots are being saved and the model is being identified.",
-        _WAIT,
-    )
+    @property
+    def cure(self) -> str:
+        return _WORDS[self.name][1]
 
-    PROCESS_HAS_NO_NAME = (
-        "restarts cannot be told",
-        "The proxy could not notice a restart of llama-server, and would count on states that are gone.",
-        "Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.",
-    )
-    NO_SLOT_SAVE_PATH = (
-        "no slot save path",
-        "llama-server was started without --slot-save-path.",
-        "Start it with --slot-save-path, the directory that the proxy has as slot_save_path.",
-    )
-    OTHER_DIRECTORY = (
-        "another slot save path",
-        "llama-server saved a slot, but not into slot_save_path.",
-        "Give both the same directory; in containers, mount the same one into both.",
-    )
-    FILES_UNREADABLE = (
-        "files unreadable",
-        "The proxy may not read the files that llama-server writes.",
-        "Run both as the same user, or see Two users.",
-    )
-    IDLE_SLOTS_CLEARED = (
-        "idle slots are cleared",
-        "A starting slot empties all idle slots. The proxy saves them first; requests start one at a time.",
-        "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
-        State.DEGRADED,
-    )
-    EVERY_SLOT_BUSY = (
-        "every slot is busy",
-        "Every slot was busy at first contact, so the model could not be identified.",
-        "None needed: the proxy tries again every 15 seconds.",
-    )
-    ATTACH_FAILED = (
-        "attaching failed",
-        "llama-server could not be examined at first contact.",
-        "Look at the error; the proxy tries again every 15 seconds.",
-    )
+    STORE_NOT_OPEN = "store not open"
+    """slot_save_path cannot be opened: requests are served without the cache.
 
-    RULE_IS_NOTHING = (
-        "nothing can be restored",
-        "The self-test found that this model on this llama-server reuses nothing of a restored state.",
-        "With a sliding window, start llama-server with --swa-full (it takes more memory), or use "
-        "llama.cpp 0.7.0 or later without --ctx-checkpoints 0. Otherwise restart it; if that does not "
-        "help, this build cannot do it.",
-    )
+    Give it to the proxy's user (chown), or see the error; restart.
+    """
+    DIRECTORY_IS_OPEN = "directory is open to others", State.CACHING
+    """Other users of this machine can read slot_save_path. States contain whole conversations.
 
-    SAVES_FAIL = (
-        "saves fail",
-        "The last save failed: what its slot holds is lost when another request takes the slot.",
-        "Look at the error; most often the disk is full. It ends with the next save that succeeds.",
-        State.DEGRADED,
-    )
-    NO_ROOM = (
-        "no room for states",
-        "There is no room for another state: what a slot holds is lost when another request takes it.",
-        "If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free "
-        "some or lower min_free_bytes. It ends with the next save that finds room.",
-        State.DEGRADED,
-    )
-    WRITE_BUDGET_SPENT = (
-        "write budget spent",
-        "Little is left of max_write_bytes_per_day: a state that is not worth its bytes is not saved.",
-        "None needed. Raise the budget if this happens daily. It ends once half of the budget is left.",
-        State.DEGRADED,
-    )
-    RESTORES_REFUSED = (
-        "restores refused",
-        "llama-server refused to restore a checkpoint, which is not offered again.",
-        "None needed if it was one damaged file. It ends with the next restore that succeeds.",
-        State.DEGRADED,
-    )
-    RESTORES_NOT_REUSED = (
-        "restores not reused",
-        "A restore succeeded but its tokens were evaluated again; the checkpoint is not offered again.",
-        "If it keeps coming back, report it. It ends with the next restore that is reused.",
-        State.DEGRADED,
-    )
-    ERASES_REFUSED = (
-        "erases refused",
-        "llama-server refused to erase a slot; requests that need a clean one reuse nothing.",
-        "Look at the error. It ends with the next erase that succeeds.",
-        State.DEGRADED,
-    )
-    LOOKUPS_FAIL = (
-        "lookups fail",
-        "The index cannot be read, so no checkpoint is found.",
-        "Look at the error and at the disk. It ends with the next lookup that succeeds.",
-        State.DEGRADED,
-    )
-    SLOTS_NOT_SHOWN = (
-        "slots not shown",
-        "GET /slots is off: requests whose slot llama-server chooses itself hold all free slots.",
-        "Start llama-server without --no-slots.",
-        State.DEGRADED,
-    )
-    PLACED_ELSEWHERE = (
-        "placed elsewhere",
-        "llama-server ran a request in another slot than the one that the proxy had prepared.",
-        "Send all traffic through the proxy, and start llama-server without --slot-prompt-similarity. "
-        "It ends with the next such request that runs in the prepared slot.",
-        State.DEGRADED,
-    )
-    TOKENIZED_OTHERWISE = (
-        "tokenized otherwise",
-        "llama-server made other tokens of a kind of request than predicted; that kind is served uncached.",
-        "None; please report it, with the chat template and the fields of the request.",
-        State.DEGRADED,
-    )
-    SEVERAL_API_KEYS = (
-        "several API keys",
-        "Several API keys or salts are in use. llama-server's RAM cache, which the proxy cannot see, would "
-        "share prompts between them.",
-        "Start llama-server by `run`, which turns that cache off, or with --cache-ram 0; or set "
-        "share_between_api_keys if they are one household. Without `run` the notice stays.",
-        State.CACHING,
-    )
+    chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.
+    """
+    DIRECTORY_IS_READ_ONLY = "directory is read-only", State.DEGRADED
+    """slot_save_path cannot be written: stored states are restored, but nothing is saved.
+
+    None needed if that is wanted; else make it writable for the proxy's user; restart.
+    """
+    STATE_ENDED_SERVER = "a state ended llama-server", State.CACHING
+    """llama-server ended while it used a state. That state is never used again, and is deleted first.
+
+    None needed if llama-server was killed; else report it, with the end of llama-server's log. The notice
+    ends when the checkpoint is deleted: `llama-prefix-cache rm ID`.
+    """
+    SHARED_STORE_AWAY = "shared store away", State.DEGRADED
+    """shared_store does not answer as it should. Only states of this machine are used meanwhile.
+
+    Look at the error: address, credentials, network. Tried again within a minute.
+    """
+
+    UNREACHABLE = "llama-server unreachable"
+    """llama-server does not answer. Requests wait for it, within upstream_wait_seconds.
+
+    Start llama-server, or correct `upstream` (--upstream URL).
+    """
+    SILENT = "llama-server is silent", State.DEGRADED
+    """llama-server takes connections but has not answered for seconds. Requests to it wait.
+
+    None needed if it ends by itself. Else see whether llama-server is stopped or swapped out, or has fewer
+    threads (--threads-http) than clients at once.
+    """
+    LOADING = "llama-server is loading"
+    """llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.
+
+    None needed: it ends by itself.
+    """
+    API_KEY_REFUSED = "llama-server wants an API key"
+    """llama-server was started with --api-key, and refuses the proxy's own calls.
+
+    Give that key as upstream_api_key (--upstream-api-key KEY).
+    """
+    NOT_A_LLAMA_SERVER = "not a llama-server"
+    """What answers at `upstream` is neither a llama-server with slots nor a known host of models.
+
+    Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; with --api-prefix,
+    add the prefix to the URL.
+    """
+    ATTACHING = "attaching"
+    """First contact: slots are being saved and the model is being identified.
+
+    None needed: it ends by itself.
+    """
+
+    PROCESS_HAS_NO_NAME = "restarts cannot be told"
+    """The proxy could not notice a restart of llama-server, and would count on states that are gone.
+
+    Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.
+    """
+    NO_SLOT_SAVE_PATH = "no slot save path"
+    """llama-server was started without --slot-save-path.
+
+    Start it with --slot-save-path, the directory that the proxy has as slot_save_path.
+    """
+    OTHER_DIRECTORY = "another slot save path"
+    """llama-server saved a slot, but not into slot_save_path.
+
+    Give both the same directory; in containers, mount the same one into both.
+    """
+    FILES_UNREADABLE = "files unreadable"
+    """The proxy may not read the files that llama-server writes.
+
+    Run both as the same user, or see Two users.
+    """
+    IDLE_SLOTS_CLEARED = "idle slots are cleared", State.DEGRADED
+    """A starting slot empties all idle slots. The proxy saves them first; requests start one at a time.
+
+    Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).
+    """
+    EVERY_SLOT_BUSY = "every slot is busy"
+    """Every slot was busy at first contact, so the model could not be identified.
+
+    None needed: the proxy tries again every 15 seconds.
+    """
+    ATTACH_FAILED = "attaching failed"
+    """llama-server could not be examined at first contact.
+
+    Look at the error; the proxy tries again every 15 seconds.
+    """
+
+    RULE_IS_NOTHING = "nothing can be restored"
+    """The self-test found that this model on this llama-server reuses nothing of a restored state.
+
+    With a sliding window, start llama-server with --swa-full (it takes more memory), or use llama.cpp 0.7.0
+    or later without --ctx-checkpoints 0. Otherwise restart it; if that does not help, this build cannot do
+    it.
+    """
+
+    SAVES_FAIL = "saves fail", State.DEGRADED
+    """The last save failed: what its slot holds is lost when another request takes the slot.
+
+    Look at the error; most often the disk is full. It ends with the next save that succeeds.
+    """
+    NO_ROOM = "no room for states", State.DEGRADED
+    """There is no room for another state: what a slot holds is lost when another request takes it.
+
+    If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or
+    lower min_free_bytes. It ends with the next save that finds room.
+    """
+    WRITE_BUDGET_SPENT = "write budget spent", State.DEGRADED
+    """Little is left of max_write_bytes_per_day: a state that is not worth its bytes is not saved.
+
+    None needed. Raise the budget if this happens daily. It ends once half of the budget is left.
+    """
+    RESTORES_REFUSED = "restores refused", State.DEGRADED
+    """llama-server refused to restore a checkpoint, which is not offered again.
+
+    None needed if it was one damaged file. It ends with the next restore that succeeds.
+    """
+    RESTORES_NOT_REUSED = "restores not reused", State.DEGRADED
+    """A restore succeeded but its tokens were evaluated again; the checkpoint is not offered again.
+
+    If it keeps coming back, report it. It ends with the next restore that is reused.
+    """
+    ERASES_REFUSED = "erases refused", State.DEGRADED
+    """llama-server refused to erase a slot; requests that need a clean one reuse nothing.
+
+    Look at the error. It ends with the next erase that succeeds.
+    """
+    LOOKUPS_FAIL = "lookups fail", State.DEGRADED
+    """The index cannot be read, so no checkpoint is found.
+
+    Look at the error and at the disk. It ends with the next lookup that succeeds.
+    """
+    SLOTS_NOT_SHOWN = "slots not shown", State.DEGRADED
+    """GET /slots is off: requests whose slot llama-server chooses itself hold all free slots.
+
+    Start llama-server without --no-slots.
+    """
+    PLACED_ELSEWHERE = "placed elsewhere", State.DEGRADED
+    """llama-server ran a request in another slot than the one that the proxy had prepared.
+
+    Send all traffic through the proxy, and start llama-server without --slot-prompt-similarity. It ends
+    with the next such request that runs in the prepared slot.
+    """
+    TOKENIZED_OTHERWISE = "tokenized otherwise", State.DEGRADED
+    """llama-server made other tokens of a kind of request than predicted; that kind is served uncached.
+
+    None; please report it, with the chat template and the fields of the request.
+    """
+    SEVERAL_API_KEYS = "several API keys", State.CACHING
+    """Several API keys or salts are in use. llama-server's RAM cache, which the proxy cannot see, would
+    share prompts between them.
+
+    Start llama-server by `run`, which turns that cache off, or with --cache-ram 0; or set
+    share_between_api_keys if they are one household. Without `run` the notice stays.
+    """
 
 
+_WORDS = docstrings_of_fields(DegradationKind)
 _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))

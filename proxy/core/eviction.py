@@ -57,6 +57,8 @@ from proxy.core.tokens import (
     end_of_block,
 )
 
+_OF_NO_SESSION = {CheckpointKind.HEADER, CheckpointKind.BRANCH}
+
 # The families of states, which lists show to people. No plan reads a family, so a wrong one costs nothing.
 
 
@@ -83,7 +85,7 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
         is_alike = older.session_id and older.header_id == header_id
         if is_alike and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
             return Family(header_id, older.session_id)
-    if checkpoint.kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
+    if checkpoint.kind in _OF_NO_SESSION:
         return Family(header_id)
     return Family(header_id, id_of(tokens))
 
@@ -214,10 +216,7 @@ def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> lis
 
 def _is_superseded(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     older, n_common = found.checkpoint, found.n_common
-    kinds = {CheckpointKind.CONVERSATION, newer.kind} - {
-        CheckpointKind.HEADER,
-        CheckpointKind.BRANCH,
-    }
+    kinds = {CheckpointKind.CONVERSATION, newer.kind} - _OF_NO_SESSION
     if older.id == newer.id or older.kind not in kinds or older.is_pinned:
         return False
     if rule.kind is RuleKind.END_ONLY:
@@ -328,9 +327,7 @@ def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Pr
 
 def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> Rank:
     """Return the rank of a checkpoint without which the *lost* ranges are evaluated again."""
-    if not present.serves(checkpoint):
-        return Rank.ORDINARY
-    is_live_header = any(
+    is_live_header = present.serves(checkpoint) and any(
         part.leads_to is CheckpointKind.HEADER
         and part.n_tokens >= MIN_PROTECTED_TOKENS
         and present.now - part.asked_at <= LIVE_SECONDS

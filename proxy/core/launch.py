@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"
+_OWN_CACHES = ("--cache-ram", "--cache-disk", "--radix-cache")
 
 N_CONTEXT_CHECKPOINTS = 8
 """llama-server keeps 32 in each slot by default, and every save writes all of them: 2 to 5 GB on real
@@ -202,12 +203,8 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
         _add(launch, known, "--cache-ram", "0")
     if "--radix-cache" not in given:
         _add(launch, known, "--no-radix-cache")
-    own = [
-        flag
-        for name, flag in given.items()
-        if name.startswith(("--cache-ram", "--cache-disk", "--radix-cache"))
-        and flag.value not in (OFF, "0")
-    ]
+    caches = (flag for name, flag in given.items() if name.startswith(_OWN_CACHES))
+    own = [flag for flag in caches if flag.value not in (OFF, "0")]
     launch.has_ram_cache = bool(own)
     if not own:
         return

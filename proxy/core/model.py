@@ -472,14 +472,15 @@ _NO_KEY = bytes(_SECRET_ID_BYTES + 16)
 """The first bytes of a salted tenant without an API key."""
 
 
-def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
+def keyed_tenant(secret: bytes, digest: bytes, purpose: bytes = b"") -> bytes:
     """Return a directory's name for the tenant of an API key's *digest*; the secret's id comes first."""
-    return _keyed_name(secret, digest, b"")
+    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
+    return secret_id + blake2b(digest, key=secret, person=purpose, digest_size=16).digest()
 
 
 def salted_tenant(secret: bytes, tenant: bytes, salt: str) -> bytes:
     """Return a tenant split further by the `cache_salt` of a request: two names, the key's first."""
-    name = _keyed_name(secret, salt.encode(errors="surrogatepass"), b"cache_salt")
+    name = keyed_tenant(secret, salt.encode(errors="surrogatepass"), b"cache_salt")
     return (tenant or _NO_KEY) + name
 
 
@@ -492,11 +493,6 @@ def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
     """Return whether a tenant was named with the secret of another directory."""
     ours = keyed_tenant(secret, b"")[:_SECRET_ID_BYTES]
     return len(tenant) >= len(_NO_KEY) and not tenant[-len(_NO_KEY) :].startswith(ours)
-
-
-def _keyed_name(secret: bytes, text: bytes, purpose: bytes) -> bytes:
-    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
-    return secret_id + blake2b(text, key=secret, person=purpose, digest_size=16).digest()
 
 
 def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:

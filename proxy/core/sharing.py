@@ -37,18 +37,15 @@ class SharedLimits:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The best state to fetch for a prompt, which would reuse `n_reused` tokens of it.
+    """The best state to fetch for a prompt.
 
     The transfer is expected to take `seconds`. If it took `limit_seconds`, the request would be as slow as
-    without the fetch. Without it the prompt reuses `n_without` tokens and takes `without_seconds`.
+    without the fetch.
     """
 
     candidate: Candidate
-    n_reused: int
     seconds: float
     limit_seconds: float
-    n_without: int
-    without_seconds: float
 
     @property
     def is_worth_it(self) -> bool:
@@ -80,17 +77,10 @@ def best_fetch(
     n_without, without_seconds = seconds_without(prompt, now)
     there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))
     found = [
-        Fetch(
-            start.restored,
-            start.n_reused,
-            link.seconds(start.restored.checkpoint.size_bytes),
-            without_seconds - start.total_seconds,
-            n_without,
-            without_seconds,
-        )
+        Fetch(c, link.seconds(c.checkpoint.size_bytes), without_seconds - start.total_seconds)
         for slot in _slots(now)
         for start in starts(prompt, there, slot, _n_shared(prompt, slot))
-        if start.restored and start.n_reused > n_without
+        if (c := start.restored) and start.n_reused > n_without
     ]
     return max(found, key=lambda fetch: fetch.limit_seconds - fetch.seconds, default=None)
 

@@ -252,10 +252,7 @@ class SlotTable(list[Slot]):
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
-        slot = self[slot_id]
-        self[slot_id] = Slot(
-            slot.id, slot.content, used_at=now, sources=slot.sources, has_answered=slot.has_answered
-        )
+        self[slot_id] = replace(self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None)
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record the new content of a slot; whatever ran in it has ended."""

@@ -3,47 +3,191 @@
 Owns: the names. The table in docs/misses.md is made from this module.
 """
 
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from enum import StrEnum
 from typing import NamedTuple
 
+from proxy.docstrings import docstrings_of_fields
+
 
 class Cause(StrEnum):
-    """What decided how much of a prompt was reused."""
+    """What decided how much of a prompt was reused.
+
+    Below each stands what it means, and what to do. A third part names a stabilizer, and how it helps.
+    """
 
     HIT = "hit"
+    """All that was known of the prompt was reused.
+
+    None needed.
+    """
     FIRST_SIGHT = "first sight"
+    """What was evaluated had not been seen before.
+
+    None needed.
+    """
     NOT_LOOKED_UP = "not looked up"
+    """The prompt was not looked up; the request's line says why.
+
+    See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as they are.
+    """
 
     BILLING_HEADER = "billing header"
+    """Claude Code's billing line, at the top of the system prompt, has other digits.
+
+    Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
+
+    drop_billing_header (it is one of the safe ones) takes the line out.
+    """
     DATE = "date"
+    """A date or a time of day in the prompt has changed.
+
+    Take the time out of the system prompt and put it into the newest message.
+
+    sticky_date lets a conversation keep the time that it began with; a new one has the new time.
+    """
     SESSION = "session id"
+    """An id, a temporary path or an address that names the session has changed.
+
+    Have the client name its session behind what sessions share, or not at all.
+
+    sticky_session leaves it out there and tells it in the newest message, from the third session on.
+    """
     ENVIRONMENT = "environment block"
+    """The block that describes the environment (folder, platform, git status) has changed.
+
+    None if the client works elsewhere now. What changes by itself belongs behind what does not.
+    """
     TOOL_ORDER = "tool order changed"
+    """The same tools came in another order.
+
+    Have the client sort its tools.
+
+    keep_tool_order (it is one of the safe ones) keeps a conversation's first order.
+    """
     TOOL_TEXT = "tool text changed"
+    """A tool's description or parameters have changed.
+
+    Keep what changes out of tool descriptions.
+
+    sticky_tool_text lets a conversation keep the descriptions that it began with.
+    """
     TOOL_LIST = "tools added or removed"
+    """Tools were added or removed.
+
+    Load all tools from the beginning.
+
+    keep_tool_order (it is one of the safe ones) puts later tools behind those known.
+    """
     SYSTEM_TEXT = "system text changed"
+    """A few words of the system prompt have changed; what follows them is as it was.
+
+    Move what changes to the end of the prompt, or into the newest message.
+    """
     NEW_HEADER = "new header"
+    """The conversation goes on under another system prompt or other tools.
+
+    None: the model is told something else now.
+    """
     REMINDER = "reminder moved"
+    """A reminder that the client adds was moved, changed or taken out.
+
+    None if the client cannot leave its reminders where they are.
+
+    sticky_reminders leaves them where they first were.
+    """
     REASONING = "reasoning dropped"
+    """The reasoning of an earlier answer is no longer in the prompt.
+
+    Have the client send `reasoning_content` back.
+
+    inline_reasoning puts the reasoning back into the answers.
+    """
     EDITED_MESSAGE = "edited message"
+    """An earlier message was edited, inserted or left out.
+
+    None if the user went back. Switch off the client's pruning of old tool results.
+    """
     TRUNCATED_HISTORY = "truncated history"
+    """Messages at the beginning of the conversation were dropped or summed up.
+
+    Give the client a context limit near that of llama-server, so that it compacts seldom.
+    """
     RENDERED_OTHERWISE = "rendered otherwise"
+    """The same messages are rendered otherwise by the chat template than before.
+
+    Some templates move tools or system texts with each turn: try another template (--chat-template-file).
+    """
 
     NO_STATE_THERE = "no state so far back"
+    """The prompt ends before what is kept of it can be continued: this model's memory cannot go back to any
+    token.
+
+    None needed: the next request that comes this way finds a state there.
+    """
     EVICTED = "state evicted"
+    """The state was deleted to make room.
+
+    Raise `max_store_bytes`, or pin the checkpoint.
+    """
     RESTART = "slot lost by a restart"
+    """The slot that held it was lost when llama-server restarted, and no file had it.
+
+    Lower `idle_save_seconds`; stop llama-server after the proxy, or start it by `run`.
+    """
     NOT_KEPT = "state not kept"
+    """Another request took the slot, and its state was not worth a file, or could not be written.
+
+    Look at /health (saves fail, no room, write budget); more slots (-np) keep more conversations.
+    """
     OTHER_KEY = "known under another API key"
+    """A state of another API key or salt begins with this prompt; states are not shared between these.
+
+    If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for clients, it
+    must be given their key for (`--api-key`).
+    """
     IN_USE = "slot in use"
+    """The state lies in a slot that another request was using.
+
+    None needed; more slots (-np) if that happens often.
+    """
     CHEAPER = "cheaper to evaluate"
+    """A state was there, but by the speeds measured here evaluating was cheaper than using it.
+
+    None needed. A faster disk makes restores worth more.
+    """
     RESTORE_REFUSED = "restore refused"
+    """A checkpoint could not be restored: llama-server refused it, or its file was gone or damaged.
+
+    Look at /health and llama-server's log; nobody else may write into slot_save_path. If the log says that
+    states are damaged, look at the disk.
+    """
     RESTORE_NOT_REUSED = "restore not reused"
+    """llama-server restored a checkpoint and evaluated its tokens again.
+
+    The checkpoint is not offered again. Report it if it keeps coming back.
+    """
     ENDED_LLAMA_SERVER = "state ended llama-server"
+    """llama-server ended while it used the state, which is therefore quarantined.
+
+    None if llama-server was killed. Else report it, with the end of llama-server's log.
+    """
     NOTHING_RESTORABLE = "nothing can be restored"
+    """The state was lost with its slot; on this server nothing can be restored from a file.
+
+    Look at /health and `llama-prefix-cache doctor`; more slots (-np) keep more conversations.
+    """
     TOKENIZED_OTHERWISE = "tokenization disagreement"
+    """llama-server made other tokens of the request than predicted, so requests of this shape are not
+    cached.
+
+    None; please report it, with the chat template and the fields of the request.
+    """
     UNKNOWN = "unknown"
+    """Nothing that is known explains it.
+
+    Look at the difference. With `explain_keep: text` more causes can be told.
+    """
 
     @property
     def is_miss(self) -> bool:
@@ -61,89 +205,6 @@ class PromptPart(StrEnum):
     ASSISTANT = "assistant"
     TOOL_RESULT = "tool"
     TEXT = "text"
-
-
-_WORDS = """
-hit: All that was known of the prompt was reused.
-    -> None needed.
-first sight: What was evaluated had not been seen before.
-    -> None needed.
-not looked up: The prompt was not looked up; the request's line says why.
-    -> See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as
-    they are.
-billing header: Claude Code's billing line, at the top of the system prompt, has other digits.
-    -> Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
-    => drop_billing_header (it is one of the safe ones) takes the line out.
-date: A date or a time of day in the prompt has changed.
-    -> Take the time out of the system prompt and put it into the newest message.
-    => sticky_date lets a conversation keep the time that it began with; a new one has the new time.
-session id: An id, a temporary path or an address that names the session has changed.
-    -> Have the client name its session behind what sessions share, or not at all.
-    => sticky_session leaves it out there and tells it in the newest message, from the third session on.
-environment block: The block that describes the environment (folder, platform, git status) has changed.
-    -> None if the client works elsewhere now. What changes by itself belongs behind what does not.
-tool order changed: The same tools came in another order.
-    -> Have the client sort its tools.
-    => keep_tool_order (it is one of the safe ones) keeps a conversation's first order.
-tool text changed: A tool's description or parameters have changed.
-    -> Keep what changes out of tool descriptions.
-    => sticky_tool_text lets a conversation keep the descriptions that it began with.
-tools added or removed: Tools were added or removed.
-    -> Load all tools from the beginning.
-    => keep_tool_order (it is one of the safe ones) puts later tools behind those known.
-system text changed: A few words of the system prompt have changed; what follows them is as it was.
-    -> Move what changes to the end of the prompt, or into the newest message.
-new header: The conversation goes on under another system prompt or other tools.
-    -> None: the model is told something else now.
-reminder moved: A reminder that the client adds was moved, changed or taken out.
-    -> None if the client cannot leave its reminders where they are.
-    => sticky_reminders leaves them where they first were.
-reasoning dropped: The reasoning of an earlier answer is no longer in the prompt.
-    -> Have the client send `reasoning_content` back.
-    => inline_reasoning puts the reasoning back into the answers.
-edited message: An earlier message was edited, inserted or left out.
-    -> None if the user went back. Switch off the client's pruning of old tool results.
-truncated history: Messages at the beginning of the conversation were dropped or summed up.
-    -> Give the client a context limit near that of llama-server, so that it compacts seldom.
-rendered otherwise: The same messages are rendered otherwise by the chat template than before.
-    -> Some templates move tools or system texts with each turn: try another template
-    (--chat-template-file).
-no state so far back: The prompt ends before what is kept of it can be continued: this model's memory
-    cannot go back to any token.
-    -> None needed: the next request that comes this way finds a state there.
-state evicted: The state was deleted to make room.
-    -> Raise `max_store_bytes`, or pin the checkpoint.
-slot lost by a restart: The slot that held it was lost when llama-server restarted, and no file had it.
-    -> Lower `idle_save_seconds`; stop llama-server after the proxy, or start it by `run`.
-state not kept: Another request took the slot, and its state was not worth a file, or could not be
-    written.
-    -> Look at /health (saves fail, no room, write budget); more slots (-np) keep more conversations.
-known under another API key: A state of another API key or salt begins with this prompt; states are
-    not shared between these.
-    -> If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for
-    clients, it must be given their key for (`--api-key`).
-slot in use: The state lies in a slot that another request was using.
-    -> None needed; more slots (-np) if that happens often.
-cheaper to evaluate: A state was there, but by the speeds measured here evaluating was cheaper than
-    using it.
-    -> None needed. A faster disk makes restores worth more.
-restore refused: A checkpoint could not be restored: llama-server refused it, or its file was gone or
-    damaged.
-    -> Look at /health and llama-server's log; nobody else may write into slot_save_path. If the log
-    says that states are damaged, look at the disk.
-restore not reused: llama-server restored a checkpoint and evaluated its tokens again.
-    -> The checkpoint is not offered again. Report it if it keeps coming back.
-state ended llama-server: llama-server ended while it used the state, which is therefore quarantined.
-    -> None if llama-server was killed. Else report it, with the end of llama-server's log.
-nothing can be restored: The state was lost with its slot; on this server nothing can be restored from a
-    file.
-    -> Look at /health and `llama-prefix-cache doctor`; more slots (-np) keep more conversations.
-tokenization disagreement: llama-server made other tokens of the request than predicted, so requests of
-    this shape are not cached.
-    -> None; please report it, with the chat template and the fields of the request.
-unknown: Nothing that is known explains it.
-    -> Look at the difference. With `explain_keep: text` more causes can be told.
-"""
 
 
 class Meaning(NamedTuple):
@@ -168,29 +229,24 @@ class Meaning(NamedTuple):
         if not name:
             return self.advice
         if is_held and not is_same_conversation:
-            return (
-                f"{self.advice} No stabilizer helps: this is the beginning of another conversation."
-            )
+            return f"{self.advice} {_NONE_HELPS} this is the beginning of another conversation."
         if name == "sticky_date" and part not in _IN_FRONT:
-            return f"{self.advice} No stabilizer helps: `{name}` looks at the beginning only."
+            return f"{self.advice} {_NONE_HELPS} `{name}` looks at the beginning only."
         if name in switched_on:
             why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
             return f"{self.advice} {why}"
         return f"{self.cure} That helps from the next conversation on, not this one."
 
 
+_NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
 _EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""
 
 
-def _meanings() -> Iterator[tuple[Cause, Meaning]]:
-    for entry in re.split(r"\n(?=\S)", _WORDS.strip()):
-        name, _, words = " ".join(entry.split()).partition(": ")
-        says, _, cure = words.partition(" -> ")
-        advice, _, helper = cure.partition(" => ")
-        stabilizer, _, helps = helper.partition(" ")
-        yield Cause(name), Meaning(says, advice, stabilizer, helps)
+def _meaning(says: str, advice: str, helper: str = "") -> Meaning:
+    stabilizer, _, helps = helper.partition(" ")
+    return Meaning(says, advice, stabilizer, helps)
 
 
-MEANINGS = dict(_meanings())
+MEANINGS = {Cause[name]: _meaning(*words) for name, words in docstrings_of_fields(Cause).items()}

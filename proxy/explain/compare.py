@@ -7,7 +7,7 @@ texts, where they are kept, tell which words differ. States are not looked at he
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -160,12 +160,10 @@ def _cause(pair: _Pair) -> Cause:
 
 def _cause_in_tools(pair: _Pair) -> Cause:
     new, old = pair.new.sketch, pair.old.sketch
-    if sorted(new.tools) == sorted(old.tools):
-        return Cause.TOOL_ORDER
-    if new.names == old.names:
-        return Cause.TOOL_TEXT
     if sorted(new.names) == sorted(old.names):
-        return Cause.TOOL_ORDER
+        has_same_texts = sorted(new.tools) == sorted(old.tools)
+        is_moved = has_same_texts or new.names != old.names
+        return Cause.TOOL_ORDER if is_moved else Cause.TOOL_TEXT
     if not pair.is_same:
         return Cause.FIRST_SIGHT
     has_other_system = pair.differing is not None and pair.differing < new.n_leading_system
@@ -297,30 +295,20 @@ def are_both_billing(new: str, old: str, at: int) -> bool:
     return all(_BILLING in _line(text, at) for text in (new, old))
 
 
-def is_date(new: str, old: str, at: int) -> bool:
-    """Return whether both texts have a date or a time there, and the same text behind it."""
-    return _is_changed(_DATE, new, old, at)
-
-
-def is_id(new: str, old: str, at: int) -> bool:
-    """Return whether both texts have an id there, and the same text behind it."""
-    return _is_changed(_ID, new, old, at)
-
-
 def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:
-    begin, end = max(0, at - _NEAR_DATE), at + _NEAR_DATE
-    behind = [
-        next(
-            (
-                text[found.end() : found.end() + _SAME_BEHIND_DATE]
-                for found in kind.finditer(text, begin, end)
-                if found.start() <= at <= found.end()
-            ),
-            None,
-        )
-        for text in (new, old)
-    ]
-    return None not in behind and behind[0] == behind[1]
+    """Return whether both texts have such words there, and the same text behind them."""
+    behind = _behind(kind, new, at)
+    return behind is not None and behind == _behind(kind, old, at)
+
+
+def _behind(kind: re.Pattern[str], text: str, at: int) -> str | None:
+    for found in kind.finditer(text, max(0, at - _NEAR_DATE), at + _NEAR_DATE):
+        if found.start() <= at <= found.end():
+            return text[found.end() : found.end() + _SAME_BEHIND_DATE]
+    return None
+
+
+is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, _ID)
 
 
 def is_environment(new: str, old: str, at: int) -> bool:

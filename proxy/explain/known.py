@@ -106,7 +106,6 @@ class KnownPrompts:
         self._known: list[KnownPrompt] = []
         self._by_key: dict[int, KnownPrompt] = {}
         self._keyless: list[KnownPrompt] = []
-        self._last_in: dict[tuple[str, int], KnownPrompt] = {}
         self.size_bytes = 0
         """About the size of all prompts, without the requests of the keyless: about one for each slot."""
 
@@ -124,7 +123,8 @@ class KnownPrompts:
         compared here, to see that no other prompt was in the slot meanwhile. None if another known prompt
         may share more.
         """
-        last, end = self._last_in.get(new.slot), n_reused + SLACK_TOKENS
+        in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
+        last, end = next(in_slot, None), n_reused + SLACK_TOKENS
         if last is None or last.namespace != new.namespace or self._has_any(new.tokens, end):
             return None
         begin = max(0, min(n_reused, len(last.tokens)) - SLACK_TOKENS)
@@ -153,7 +153,9 @@ class KnownPrompts:
            nearest one if it began the same conversation again since, under a header more like the new one.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
-        self._read_keys()
+        for known in self._keyless:  # the oldest first
+            self._by_key.update(dict.fromkeys(known.keys, known))
+        self._keyless.clear()
         by_key, last = self._by_key, None
         keys = new.sketch.conversation_keys(new.namespace)
         key = next((key for key in keys if key in by_key), None)
@@ -182,7 +184,6 @@ class KnownPrompts:
         self._known.append(known)
         self._keyless.append(known)
         self.size_bytes += known.size_bytes
-        self._last_in[known.slot] = known
         for match in matches:
             if match is not None and match.replaces and match.known in self._known:
                 known.ids = (*match.known.ids, *known.ids)[-MAX_IDS:]
@@ -203,17 +204,9 @@ class KnownPrompts:
                 if n_common > n_lost and known.namespace == namespace:
                     known.loss = Loss(cause, n_common)
 
-    def _read_keys(self) -> None:
-        """Make the keys of prompts that have none yet, the oldest first."""
-        for known in self._keyless:
-            self._by_key.update(dict.fromkeys(known.keys, known))
-        self._keyless.clear()
-
     def _forget(self, known: KnownPrompt) -> None:
         self._known.remove(known)
         self.size_bytes -= known.size_bytes
-        if self._last_in.get(known.slot) is known:
-            del self._last_in[known.slot]
         if known in self._keyless:
             return self._keyless.remove(known)
         for key in known.keys:

@@ -24,6 +24,7 @@ from proxy.core.messages import Route
 from proxy.core.model import Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
+from proxy.explain import sketch, views
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
 from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
@@ -37,31 +38,7 @@ from proxy.explain.known import (
     chat_asked,
     kind_of,
 )
-from proxy.explain.sketch import (
-    Compared,
-    Named,
-    anthropic_diagnostics,
-    changes,
-    costs_of,
-    goes_on,
-    named,
-    openai_diagnostics,
-    said_in,
-    share_in_common,
-    sketch_of,
-    words_of,
-)
 from proxy.explain.trace import TracedRequest, traced
-from proxy.explain.views import (
-    OWN_CLIENT,
-    Explanation,
-    History,
-    Nearest,
-    RequestRecord,
-    Today,
-    api_name,
-    in_words,
-)
 from proxy.llama.answers import Diagnose
 from proxy.llama.bodies import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -107,17 +84,17 @@ class Told(NamedTuple):
 NOTHING_TOLD = Told()
 
 
-def sums_at(today: Today, now: float) -> Today:
+def sums_at(today: views.Today, now: float) -> views.Today:
     """Return the sums of the day that *now* lies in, in local time; those of a new day start at zero."""
     day = date.fromtimestamp(now)
     midnight = datetime(day.year, day.month, day.day).timestamp()
-    return today if today.since >= midnight else Today(since=midnight)
+    return today if today.since >= midnight else views.Today(since=midnight)
 
 
 class _Ended(NamedTuple):
     """A request that has ended, and why it reused no more."""
 
-    request: RequestRecord
+    request: views.RequestRecord
     judgement: Judgement
 
 
@@ -134,16 +111,16 @@ class Journal:
         self.keep = keep
         self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
-        self.past = History(today=Today(since=time.time()))
+        self.past = views.History(today=views.Today(since=time.time()))
         self.in_flight: dict[str, Request] = {}
-        self._named: OrderedDict[tuple[bytes, str], Named] = OrderedDict()
+        self._named: OrderedDict[tuple[bytes, str], sketch.Named] = OrderedDict()
         """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
         self.traced: deque[TracedRequest] = deque(maxlen=MAX_REQUESTS)
         self.n_recorded = 0
         """How many requests have ended since the proxy was started; it changes with every new record."""
 
-    def add(self, record: RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
+    def add(self, record: views.RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
         """Remember a request that has just ended; the oldest one may be forgotten for it.
 
         Misses are kept longer than other requests.
@@ -151,14 +128,14 @@ class Journal:
         self._ended[record.id] = _Ended(record, judgement)
         self.n_recorded += 1
         self.today()
-        if record.kind is not Kind.AHEAD and record.client != OWN_CLIENT:
+        if record.kind is not Kind.AHEAD and record.client != views.OWN_CLIENT:
             self.past.add(record)
         if len(self._ended) > MAX_REQUESTS:
             _, oldest = self._ended.popitem(last=False)
             if oldest.request.cause.is_miss:
                 self._misses.append(oldest)
 
-    def today(self) -> Today:
+    def today(self) -> views.Today:
         """Return what the requests of this day have reused."""
         self.past.today = sums_at(self.past.today, time.time())
         return self.past.today
@@ -181,38 +158,38 @@ class Journal:
         assert request.conversation is not None and request.chat is not None
         fields, words = request.chat.fields, self.shown(request.words)
         asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
-        quotes = said_in(fields) if words and not has_tools else ""
+        quotes = sketch.said_in(fields) if words and not has_tools else ""
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
         kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
         self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
         return kind
 
-    def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:
+    def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
         """Keep what a request is compared by, under llama-server's id of its answer."""
         self._named[tenant, message_id] = new
         if len(self._named) > MAX_NAMED:
             self._named.popitem(last=False)
 
     def compare(
-        self, tenant: bytes, message_id: str, new: Named, prompt: Prompt | None
-    ) -> Compared | None:
+        self, tenant: bytes, message_id: str, new: sketch.Named, prompt: Prompt | None
+    ) -> sketch.Compared | None:
         """Return a request beside the one that had the answer of this id; None if that is not known."""
         if (old := self._named.get((tenant, message_id))) is None:
             return None
-        changed = frozenset(changes(new, old))
+        changed = frozenset(sketch.changes(new, old))
         known, explanation = self.prompts.find(old.request_id), self.explain(old.request_id)
         sizes_bytes = sum(old.sketch.sizes) if old.sketch else 0
         n_known = explanation and explanation.request.n_prompt or sizes_bytes // _BYTES_PER_TOKEN
         if known is not None and prompt is not None:
             is_same = known.namespace == prompt.namespace
             n_common = common_prefix_length(known.tokens, prompt.tokens) if is_same else 0
-            return Compared(changed, n_known, min(n_known, n_common))
-        share = share_in_common(new.sketch, old.sketch) if new.sketch and old.sketch else 0.0
-        return Compared(changed, n_known, int(share * n_known))
+            return sketch.Compared(changed, n_known, min(n_known, n_common))
+        share = sketch.share_in_common(new.sketch, old.sketch) if new.sketch and old.sketch else 0.0
+        return sketch.Compared(changed, n_known, int(share * n_known))
 
     def latest(
         self, limit: int, *, conversation: str = "", client: str = "", only_misses: bool = False
-    ) -> list[RequestRecord]:
+    ) -> list[views.RequestRecord]:
         """Return the last requests, the newest first; of one conversation or client only, if given."""
         found = (
             record
@@ -223,7 +200,7 @@ class Journal:
         )
         return list(islice(found, max(0, limit)))
 
-    def explain(self, request_id: str) -> Explanation | None:
+    def explain(self, request_id: str) -> views.Explanation | None:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             found = next(self._newest(), None)
@@ -236,7 +213,7 @@ class Journal:
             return None
         (record, judgement), meaning = found, MEANINGS[found.request.cause]
         is_same = judgement.is_same_conversation
-        return Explanation(
+        return views.Explanation(
             request=record,
             says=meaning.says,
             cure=meaning.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
@@ -244,7 +221,7 @@ class Journal:
             divergence=judgement.divergence,
         )
 
-    def with_costs(self, found: Explanation) -> Explanation:
+    def with_costs(self, found: views.Explanation) -> views.Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
 
         Of a prompt that nothing known begins like, no part is called new.
@@ -257,7 +234,7 @@ class Journal:
             other = self.prompts.find(nearest.id) if nearest.id else None
             old = other.sketch if other else old
             n_known = (nearest.n_tokens or 0) if other else nearest.n_common
-        costs = costs_of(known.sketch, len(known.tokens), n_prompt, old, n_known)
+        costs = sketch.costs_of(known.sketch, len(known.tokens), n_prompt, old, n_known)
         return msgspec.structs.replace(found, costs=costs)
 
     def why_unknown(self, request_id: str) -> str:
@@ -315,9 +292,8 @@ class Inquiry:
             if self._journal.keep is not Keep.TEXT:
                 new.rendering.reduce()
             known.add(new, matches)
-        return msgspec.structs.replace(
-            judgement, nearest=self._nearest(matches[1], account.plan.n_shared)
-        )
+        nearest = self._nearest(matches[1], account.plan.n_shared)
+        return msgspec.structs.replace(judgement, nearest=nearest)
 
     def _find(self, account: "Account", request_id: str) -> "_Found":
         """Return the findings; they are computed again only if the outcome differs from the plan."""
@@ -332,17 +308,13 @@ class Inquiry:
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
         slot, now = (self._process.id, plan.slot_id), time.monotonic()
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
-        is_plain = account.failure is None and not account.n_restored
-        last: Match | None = None
         n_reused = account.n_reused or 0
+        is_plain = account.failure is None and not account.n_restored
         if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
-            last = known.continued(new, n_reused)
-        nearest, compared = last, last
-        if last is not None:
-            judgement = Judgement(Cause.HIT)
-        else:
-            nearest, compared = known.matches(new, self._known, self._planned_at)
-            judgement = self._compare(new, nearest, compared, account)
+            if (last := known.continued(new, n_reused)) is not None:
+                return _Found(Judgement(Cause.HIT), new, (last, last))
+        nearest, compared = known.matches(new, self._known, self._planned_at)
+        judgement = self._compare(new, nearest, compared, account)
         return _Found(judgement, new, (nearest, compared))
 
     def _compare(
@@ -377,11 +349,11 @@ class Inquiry:
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
-    def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
+    def _nearest(self, compared: Match | None, n_shared: int) -> views.Nearest | None:
         if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
-            return Nearest(kind="state", n_common=n_shared) if n_shared else None
+            return views.Nearest(kind="state", n_common=n_shared) if n_shared else None
         known = compared.known
-        return Nearest(
+        return views.Nearest(
             kind="request",
             n_common=compared.n_common,
             id=known.id,
@@ -395,7 +367,7 @@ def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | Non
     known = compared.known
     n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS
     is_bare = not new.sketch.messages
-    if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
+    if compared.n_common >= n_ends and (is_bare or sketch.goes_on(new.sketch, known.sketch)):
         return None
     return find_change(
         new.rendering, known.rendering, is_same_conversation=compared.is_same_conversation
@@ -441,21 +413,16 @@ class Report:
         is_asked, message_id = asked_comparison(route, body)
         if not is_asked and route is Route.MESSAGES:
             return None, None
-        new = named(
-            request.id, body.fields, sketch_of(request.chat.fields) if request.chat else None
-        )
+        read = sketch.sketch_of(request.chat.fields) if request.chat else None
+        new = sketch.named(request.id, body.fields, read)
         on_id = partial(journal.note_named, request.tenant, new)
         if not message_id:
             return (lambda _: None) if is_asked else None, on_id
         compared = journal.compare(request.tenant, message_id, new, request.prompt)
         if route is Route.RESPONSES:
-            return partial(openai_diagnostics, compared), on_id
-        told = anthropic_diagnostics(compared)
+            return partial(sketch.openai_diagnostics, compared), on_id
+        told = sketch.anthropic_diagnostics(compared)
         return lambda _: told, on_id
-
-    def answered(self, request: "Request", judgement: Judgement) -> None:
-        """Report a request that was looked up, once its answer was relayed."""
-        self._answered(request, judgement, request.outcome)
 
     def not_looked_up(
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
@@ -464,10 +431,13 @@ class Report:
         request.why = why
         is_otherwise = why == TOKENIZED_OTHERWISE
         cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
-        self._answered(request, Judgement(cause), outcome)
+        self.answered(request, Judgement(cause), outcome)
 
-    def _answered(self, request: "Request", judgement: Judgement, outcome: Outcome) -> None:
-        answer, account = request.answer, request.account
+    def answered(
+        self, request: "Request", judgement: Judgement, outcome: Outcome | None = None
+    ) -> None:
+        """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
+        answer, account, outcome = request.answer, request.account, outcome or request.outcome
         assert answer is not None
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
@@ -492,7 +462,7 @@ class Report:
             shared=_from_shared_store(request),
             **(account.describe() if account else {"why": request.why}),
         )
-        self._log.info("request", **_line(record), says=in_words(record))
+        self._log.info("request", **_line(record), says=views.in_words(record))
         self._journal.add(record, judgement)
 
     def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
@@ -517,7 +487,7 @@ class Report:
         )
         self._metrics.prompt_tokens.labels("evaluated").inc(n_evaluated)
         self._metrics.evaluation_seconds.inc(seconds)
-        self._log.info("request", **_line(record), says=in_words(record))
+        self._log.info("request", **_line(record), says=views.in_words(record))
         self._journal.add(record)
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
@@ -526,14 +496,14 @@ class Report:
         self._metrics.unanswered_requests.labels(why).inc()
         record = self._record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        says = f"{api_name(record.path)}  not answered: {why}  id {record.id}"
+        says = f"{views.api_name(record.path)}  not answered: {why}  id {record.id}"
         write("request", **_line(record), reason=str(error) or type(error).__name__, says=says)
         self._journal.add(record)
 
     def _record(
         self, request: "Request", outcome: str, judgement: Judgement, **facts: Any
-    ) -> RequestRecord:
-        return RequestRecord(
+    ) -> views.RequestRecord:
+        return views.RequestRecord(
             id=request.id,
             at=request.at,
             path=request.path,
@@ -550,7 +520,7 @@ class Report:
 
     def described(self, request: "Request") -> dict[str, Any]:
         """Return what people know a request by."""
-        words = request.words or (words_of(request.body.fields) if request.body else "")
+        words = request.words or (sketch.words_of(request.body.fields) if request.body else "")
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {
             "title": self._journal.shown(words),
@@ -578,7 +548,7 @@ def _from_shared_store(request: "Request") -> str | None:
     return request.shared or ("fetched for an earlier request" if is_earlier else None)
 
 
-def _line(record: RequestRecord) -> dict[str, object]:
+def _line(record: views.RequestRecord) -> dict[str, object]:
     """Return the fields of the log line: whatever is known, as plain values."""
     # No text of a prompt is in the log.
     told = msgspec.structs.asdict(record) | {"at": None, "n_missed": record.n_missed or None}

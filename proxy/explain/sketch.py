@@ -67,9 +67,6 @@ class Sketch:
                 yield hash((namespace, self.messages[index]))
 
 
-EMPTY = Sketch(digests([]), digests([]), "", digests([]))
-
-
 def begin_alike(new: Sketch, old: Sketch) -> bool:
     """Return whether two prompts have the same first message under about the same header.
 
@@ -116,12 +113,8 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
 
     The parts are compared with *old*, or with the first *n_known* tokens if *old* is the same sketch.
     """
-    costs, scale, n_before, n_tools = (
-        [],
-        n_whole / max(1, sum(sketch.sizes)),
-        0.0,
-        len(sketch.tools),
-    )
+    costs, scale = list[Cost](), n_whole / max(1, sum(sketch.sizes))
+    n_before, n_tools = 0.0, len(sketch.tools)
     digests_, others = [*sketch.tools, *sketch.messages], (old.tools, old.messages)
     for index, size in enumerate(sketch.sizes):
         is_tool, n_before = index < n_tools, n_before + size * scale

@@ -5,7 +5,7 @@ the admin listener, the commands and the live page share (docs/monitoring.md, do
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import accumulate
 from typing import Literal
 
@@ -38,7 +38,7 @@ def way_to(node_id: str) -> list[str]:
     return list(accumulate(node_id.split("/"), "{}/{}".format))
 
 
-class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
+class ListedNode(msgspec.Struct, kw_only=True):
     """A node above the checkpoints; its counts are over all checkpoints under it.
 
     `title` and `client` are those of the newest of them; empty where they are not known, or for several
@@ -63,16 +63,32 @@ class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
     is_served: bool | None = None
     model: str | None = None
 
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Count a checkpoint under this node."""
+        self.n_checkpoints += 1
+        self.n_pinned += checkpoint.is_pinned
+        self.size_bytes += checkpoint.size_bytes
+        self.n_restores += checkpoint.n_restores
+        self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
+        self.last_used_at = max(self.last_used_at, checkpoint.last_used_at)
+
 
 class Outline:
     """The nodes of a store, summed up from its checkpoints one by one."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, _Sum] = {"": _Sum()}
+        self._nodes = {"": ListedNode(id="", parent=None, level=_LEVELS[0])}
+        self._newest: dict[str, Checkpoint] = {}
+        """The checkpoint under each node that was used last."""
 
     def add(self, checkpoint: Checkpoint) -> None:
         for node_id in ("", *way_to(parent_of(checkpoint))):
-            self._sums.setdefault(node_id, _Sum()).add(checkpoint)
+            if (node := self._nodes.get(node_id)) is None:
+                parent, level = node_id.rpartition("/")[0], _LEVELS[1 + node_id.count("/")]
+                node = self._nodes[node_id] = ListedNode(id=node_id, parent=parent, level=level)
+            node.add(checkpoint)
+            if checkpoint.last_used_at == node.last_used_at:
+                self._newest[node_id] = checkpoint
 
     def nodes(
         self, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates], n_at_most: int
@@ -82,65 +98,34 @@ class Outline:
         *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
         """
         largest = sorted(
-            self._sums.items(), key=lambda each: (_level(each[0]), -each[1].size_bytes)
+            self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes)
         )
-        return [_node(node_id, total, names, rates_by) for node_id, total in largest[:n_at_most]]
+        return [self._described(node, names, rates_by) for node in largest[:n_at_most]]
+
+    def _described(
+        self, node: ListedNode, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
+    ) -> ListedNode:
+        if (newest := self._newest.get(node.id)) is None:
+            return node
+        is_session = node.level == "session"
+        n_header = newest.header if is_session or node.level == "header" else 0
+        begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
+        namespace, rates = newest.namespace, rates_by.get(newest.namespace)
+        is_measured = rates is not None and rates.is_measured
+        return msgspec.structs.replace(
+            node,
+            title=newest.title.words if is_session else "",
+            client=newest.title.client if n_header or is_session else "",
+            n_tokens=end,
+            seconds=round(rates.evaluation_seconds(begin, end), 3)
+            if rates and is_measured
+            else None,
+            is_served=namespace in rates_by if rates_by and node.id else None,
+            model=names.get(namespace) if node.id else None,
+        )
 
     def __len__(self) -> int:
-        return len(self._sums)
-
-
-def _level(node_id: str) -> int:
-    return node_id.count("/") + 1 if node_id else 0
-
-
-@dataclass(slots=True)
-class _Sum:
-    """The sums over some checkpoints; `newest` is the last one used."""
-
-    n_checkpoints: int = 0
-    n_pinned: int = 0
-    size_bytes: int = 0
-    n_restores: int = 0
-    n_tokens: int = 0
-    newest: Checkpoint | None = None
-
-    def add(self, checkpoint: Checkpoint) -> None:
-        self.n_checkpoints += 1
-        self.n_pinned += checkpoint.is_pinned
-        self.size_bytes += checkpoint.size_bytes
-        self.n_restores += checkpoint.n_restores
-        self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
-        if self.newest is None or checkpoint.last_used_at >= self.newest.last_used_at:
-            self.newest = checkpoint
-
-
-def _node(
-    node_id: str, total: _Sum, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
-) -> ListedNode:
-    level, newest = _level(node_id), total.newest
-    if newest is None:
-        return ListedNode(id="", parent=None, level=_LEVELS[0])
-    is_session, n_header = level == 3, newest.header if level > 1 else 0
-    begin, end = (n_header, total.n_tokens) if is_session else (0, n_header)
-    namespace, rates = newest.namespace, rates_by.get(newest.namespace)
-    is_measured = rates is not None and rates.is_measured
-    return ListedNode(
-        id=node_id,
-        parent=node_id.rpartition("/")[0] if node_id else None,
-        level=_LEVELS[level],
-        title=newest.title.words if is_session else "",
-        client=newest.title.client if n_header or is_session else "",
-        n_tokens=end,
-        n_checkpoints=total.n_checkpoints,
-        n_pinned=total.n_pinned,
-        size_bytes=total.size_bytes,
-        last_used_at=newest.last_used_at,
-        n_restores=total.n_restores,
-        seconds=round(rates.evaluation_seconds(begin, end), 3) if rates and is_measured else None,
-        is_served=namespace in rates_by if rates_by and node_id else None,
-        model=names.get(namespace) if node_id else None,
-    )
+        return len(self._nodes)
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -188,13 +173,12 @@ _LISTED_AS_THEY_ARE = {f.name for f in fields(Checkpoint)} & {
 
 
 def list_checkpoint(
-    checkpoint: Checkpoint,
-    names: Mapping[Namespace, str],
-    *,
-    value_seconds: float | None = None,
-    is_warm: bool | None = None,
+    checkpoint: Checkpoint, names: Mapping[Namespace, str], **more: float | bool
 ) -> ListedCheckpoint:
-    """Return a checkpoint as operators see it; *names* are those of the models of namespaces."""
+    """Return a checkpoint as operators see it; *names* are those of the models of namespaces.
+
+    *more* are the facts that only a running proxy knows.
+    """
     return ListedCheckpoint(
         id=f"{checkpoint.id:016x}",
         parent=parent_of(checkpoint),
@@ -202,10 +186,8 @@ def list_checkpoint(
         title=checkpoint.title.words,
         client=checkpoint.title.client,
         n_header_tokens=checkpoint.header,
-        is_warm=is_warm,
-        value_seconds=None if value_seconds is None else round(value_seconds, 3),
         model=names.get(checkpoint.namespace),
-        **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE},
+        **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE} | more,
     )
 
 
@@ -374,12 +356,11 @@ class History(msgspec.Struct, kw_only=True):
 
 def in_words(record: RequestRecord) -> str:
     """Return the line about an answered request that people read; a miss says its cause."""
-    api, answered = api_name(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    api, took = api_name(record.path), seconds_in_words(record.seconds)
+    answered = f"answered in {took}"
     if record.kind is Kind.AHEAD:
-        took = seconds_in_words(record.seconds)
-        return (
-            f"{api}  {record.evaluated:,} tokens of the next prompt, {record.kind.value} in {took}"
-        )
+        ahead = f"{record.evaluated:,} tokens of the next prompt"
+        return f"{api}  {ahead}, {record.kind.value} in {took}"
     if (record.status or 200) >= 400:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:

@@ -304,13 +304,13 @@ class TrueUsage:
     """
 
     def __init__(self, path: str, n_found: int | None, diagnose: Diagnose | None = None) -> None:
-        self._is_anthropic = is_anthropic(path)
+        self.is_anthropic = is_anthropic(path)
         self._n_found = n_found
         self._diagnose = diagnose
 
     def of_answer(self, body: bytes) -> bytes:
         """Return a whole JSON answer, corrected."""
-        if not self._is_anthropic:
+        if not self.is_anthropic:
             return self._openai(body, b"{")
         start = body.rfind(b'"usage"')
         edited = body if start < 0 else body[:start] + self._anthropic(body[start:])
@@ -320,7 +320,7 @@ class TrueUsage:
         """Return one line of a stream, corrected."""
         if not line.startswith(b"data:"):
             return line
-        if not self._is_anthropic:
+        if not self.is_anthropic:
             return self._openai(line, b'"response":{' if _has_any(_LAST_RESPONSES, line) else b"")
         if b'"message_start"' not in line:
             return line
@@ -354,7 +354,7 @@ class TrueUsage:
         if self._diagnose is None or not opens:
             return data
         head, opened, rest = data.partition(opens)
-        name = b"diagnostics" if self._is_anthropic else b"prompt_cache_diagnostics"
+        name = b"diagnostics" if self.is_anthropic else b"prompt_cache_diagnostics"
         told = msgspec.json.encode(self._diagnose(n_read))
         return b'%b%b"%b":%b,%b' % (head, opened, name, told, rest) if opened else data
 

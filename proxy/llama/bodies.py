@@ -24,25 +24,14 @@ _MEDIA = ("image_url", "input_audio")
 # The fields that /apply-template reads besides the messages (oaicompat_chat_params_parse in
 # server-common.cpp).
 RENDERING_FIELDS = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "reasoning_format",
-    "response_format",
-    "json_schema",
+    "tools tool_choice parallel_tool_calls chat_template_kwargs reasoning_effort reasoning_format "
+    "response_format json_schema".split()
 )
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """The field for a session's name: OpenAI's, and OpenCode's for other providers."""
 _LIMITS = {Route.MESSAGES: "max_tokens", Route.RESPONSES: "max_output_tokens"}
 _CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
-_CONVERTED_FIELDS = (
-    "messages",
-    *RENDERING_FIELDS,
-    "add_generation_prompt",
-    "continue_final_message",
-)
+_CONVERTED = ("messages", *RENDERING_FIELDS, "add_generation_prompt", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +77,8 @@ def is_too_deep(raw: bytes) -> bool:
     """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
     try:
         msgspec.json.decode(_text_read(raw))
-    except RecursionError:
-        return True
-    except ValueError:
-        pass
+    except (RecursionError, ValueError) as error:
+        return isinstance(error, RecursionError)
     return False
 
 
@@ -108,7 +95,7 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     if route not in _CONVERSIONS:
         return body
     chat = _CONVERSIONS[route](body.fields)
-    fields = {key: chat[key] for key in _CONVERTED_FIELDS if key in chat}
+    fields = {key: chat[key] for key in _CONVERTED if key in chat}
     return GenerationBody(msgspec.json.encode(fields), fields)
 
 

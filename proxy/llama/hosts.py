@@ -248,8 +248,7 @@ async def recognise(root: LlamaServer) -> ModelHost | None:
     except UpstreamFault:
         pass
     swap = Swap(root)
-    try:
+    with suppress(UpstreamFault):
         await swap.running()
-    except UpstreamFault:
-        return None
-    return swap
+        return swap
+    return None

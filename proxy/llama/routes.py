@@ -34,25 +34,15 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
 
 
 _ROUTES = {
-    Route.CHAT: ("/v1/chat/completions", "/chat/completions"),
-    Route.COMPLETION: ("/v1/completions", "/completion", "/completions"),
-    Route.MESSAGES: ("/v1/messages",),
-    Route.RESPONSES: ("/v1/responses", "/responses"),
-    Route.PINNED: ("/infill",),
-    Route.UNPINNED: (
-        "/embedding",
-        "/embeddings",
-        "/v1/embeddings",
-        "/rerank",
-        "/v1/rerank",
-        "/reranking",
-        "/v1/reranking",
-        "/audio/transcriptions",
-        "/v1/audio/transcriptions",
-        "/v1/systemone",
-    ),
+    Route.CHAT: "/v1/chat/completions /chat/completions",
+    Route.COMPLETION: "/v1/completions /completion /completions",
+    Route.MESSAGES: "/v1/messages",
+    Route.RESPONSES: "/v1/responses /responses",
+    Route.PINNED: "/infill",
+    Route.UNPINNED: "/embedding /embeddings /v1/embeddings /rerank /v1/rerank /reranking /v1/reranking "
+    "/audio/transcriptions /v1/audio/transcriptions /v1/systemone",
 }
-_BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths}
+_BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths.split()}
 
 
 def generation_route(method: str, path: str) -> Route | None:

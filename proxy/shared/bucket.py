@@ -121,12 +121,8 @@ class Bucket:
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
         for name in names:
-            try:
-                with self._translated():
-                    deleted = self._obstore.delete_async(self._store, name)
-                    await _within(_SILENT_SECONDS, deleted)
-            except Gone:
-                continue
+            with suppress(Gone), self._translated():
+                await _within(_SILENT_SECONDS, self._obstore.delete_async(self._store, name))
 
     async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""

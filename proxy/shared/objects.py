@@ -71,8 +71,7 @@ def name_of(namespace: str, shared_id: str, kind: str) -> str:
 
 def new_id(now: float, writer: str, random: str) -> str:
     """Return a new id; ids sort by time, as far as clocks agree. *writer* and *random* are hex digits."""
-    milliseconds = max(0, int(now * 1000))
-    return f"{milliseconds:0{_TIME_DIGITS}x}-{writer}-{random}"
+    return f"{earliest_id(now)}-{writer}-{random}"
 
 
 def earliest_id(now: float) -> str:
@@ -149,12 +148,8 @@ def entry_of(
 ) -> tuple[Checkpoint, TokenIds, list[PrefixHash]]:
     """Return the index entry of a shared state; one of no *namespace* here is known, but never found."""
     hashes = [*meta.hashes, *meta.points.values()] if namespace is not None else []
-    record = replace(
-        meta.checkpoint,
-        id=index_id(shared_id),
-        namespace=namespace or Namespace(b""),
-        shared_id=shared_id,
-    )
+    here, checkpoint_id = namespace or Namespace(b""), index_id(shared_id)
+    record = replace(meta.checkpoint, id=checkpoint_id, namespace=here, shared_id=shared_id)
     return record, tokens_from_bytes(b"".join(hashes)), [PrefixHash(each) for each in hashes]
 
 

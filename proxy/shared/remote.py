@@ -25,6 +25,7 @@ from proxy.core.sharing import UNMEASURED, believed
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
 from proxy.errors import CacheFault, IndexDamaged, SharedStoreFault
 from proxy.health import Degradations, Faults
+from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.shared import objects
 from proxy.shared.bucket import Bucket, Gone
@@ -60,7 +61,7 @@ class Remote:
 
     def __post_init__(self) -> None:
         """Open the index; raises StoreFault."""
-        self.tasks, self.has_failed = Tasks(), asyncio.Event()
+        self.tasks, self.has_failed, self.log = Tasks(), asyncio.Event(), get_logger("shared")
         self.index = _opened(self.store.files.directory / _FOLDER)
         self.known = set(self.index.ids())
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
@@ -68,7 +69,7 @@ class Remote:
         self._link = self.index.value(_LINK, Transfer) or UNMEASURED
         self._link_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
-        self.secret = self.sealing.secret(b"tenants") if self.sealing.is_on else self.store.secret
+        self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
         self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
         """What tenants of this directory are called on all machines that have the key file."""

@@ -37,26 +37,22 @@ class Sealing:
     """Seals and opens objects; without a key they stay as they are."""
 
     def __init__(self, key: bytes = b"") -> None:
-        self._key = key
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._key)
+        self.key = key
 
     def secret(self, purpose: bytes) -> bytes:
         """Return 32 bytes that all who have the key share for one purpose."""
-        return blake2b(key=self._key, person=purpose, digest_size=32).digest()
+        return blake2b(key=self.key, person=purpose, digest_size=32).digest()
 
     def name(self, *parts: bytes) -> str:
         """Return 32 hex digits for *parts*, which nobody can guess or make without the key."""
-        digest = blake2b(key=self._key, person=b"name", digest_size=16)
+        digest = blake2b(key=self.key, person=b"name", digest_size=16)
         for part in parts:
             digest.update(len(part).to_bytes(8) + part)
         return digest.hexdigest()
 
     def seal(self, name: str, data: Iterable[bytes]) -> Iterator[bytes]:
         """Yield an object to store under *name*."""
-        if not self._key:
+        if not self.key:
             yield from data
             return
         salt, pieces = os.urandom(_SALT_BYTES), _Pieces(PIECE_BYTES)
@@ -71,7 +67,7 @@ class Sealing:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         made_of = salt + name.encode()
-        return AESGCM(blake2b(made_of, key=self._key, person=b"object", digest_size=32).digest())
+        return AESGCM(blake2b(made_of, key=self.key, person=b"object", digest_size=32).digest())
 
     def open_whole(self, name: str, data: bytes) -> bytes:
         """Return what was sealed under *name*; raises StateDamaged if it was not sealed so."""
@@ -88,7 +84,7 @@ class Opening:
 
     def take(self, data: bytes) -> Iterator[bytes]:
         """Yield what has come whole; raises StateDamaged at the first piece that was not sealed so."""
-        if not self._sealing.is_on:
+        if not self._sealing.key:
             yield data
             return
         if self._cipher is None:
@@ -102,7 +98,7 @@ class Opening:
 
     def last(self) -> Iterator[bytes]:
         """Yield the rest; raises StateDamaged if the object was cut off."""
-        if self._sealing.is_on:
+        if self._sealing.key:
             yield self._decrypt(*self._pieces.last())
 
     def _decrypt(self, nonce: bytes, piece: bytes) -> bytes:

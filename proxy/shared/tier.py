@@ -14,13 +14,11 @@ from proxy.core.model import Checkpoint, CheckpointId, is_same_canary
 from proxy.core.sharing import SharedLimits, choose_deletions
 from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
-from proxy.log import get_logger
 from proxy.shared import objects
 from proxy.shared.bucket import Gone
-from proxy.shared.downloads import Downloads
 from proxy.shared.objects import META, Listed, Meta
 from proxy.shared.remote import Remote
-from proxy.shared.uploads import Uploads
+from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
 
 _LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
@@ -46,7 +44,6 @@ class Tier:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
         self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[bool]]] = {}
-        self._log = get_logger("shared")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -105,7 +102,7 @@ class Tier:
             await self._look(folder, is_full)
             return True
         except CacheFault as fault:
-            self._log.debug("listing failed", why=str(fault))
+            self.remote.log.debug("listing failed", why=str(fault))
         except Exception as error:
             self.remote.faults.record("share", error)
         return False
@@ -144,7 +141,9 @@ class Tier:
         if entries:
             await self.remote.enter(*entries)
         for host in apart:
-            self._log.warning("states of another machine are not used", says=_APART.format(host))
+            self.remote.log.warning(
+                "states of another machine are not used", says=_APART.format(host)
+            )
 
     async def _read(self, each: Listed) -> Meta | None:
         try:
@@ -157,7 +156,7 @@ class Tier:
         except (ValueError, StateDamaged) as error:
             self.remote.known.add(objects.index_id(each.id))  # it is not read again
             told = {"name": each.name, "why": str(error)}
-            self._log.warning("a record in the shared store is refused", **told)
+            self.remote.log.warning("a record in the shared store is refused", **told)
             return None
 
     async def _compare(

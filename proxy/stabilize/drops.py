@@ -162,10 +162,8 @@ def tool_reference_text(draft: Draft, message: Json) -> list[Json]:
     def in_result(block: Any) -> Any:
         if not _is_result(block):
             return block
-        parts = list_of(block.get("content"))
-        return with_list(
-            block, "content", [_in_words(p, "\n" * bool(i)) for i, p in enumerate(parts)]
-        )
+        parts = enumerate(list_of(block.get("content")))
+        return with_list(block, "content", [_in_words(p, "\n" * bool(i)) for i, p in parts])
 
     return [with_items(message, "content", _in_words if is_system(message) else in_result)]
 

@@ -230,10 +230,8 @@ def plain_text(content: Any) -> str | None:
 
 def is_of_model(message: Json) -> bool:
     """Return whether the model wrote a message, or an item of a Responses body."""
-    return message.get("role") == "assistant" or message.get("type") in (
-        "reasoning",
-        "function_call",
-    )
+    is_item = message.get("type") in ("reasoning", "function_call")
+    return is_item or message.get("role") == "assistant"
 
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
@@ -333,12 +331,8 @@ class Draft:
 
     @cached_property
     def _conversation(self) -> str:
-        given = self.facts.tenant, self.facts.session, self._lasting_system
+        given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
         return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
-
-    @cached_property
-    def _lasting_system(self) -> str:
-        return _what_lasts(self.system_text)
 
     @cached_property
     def begins(self) -> bool:

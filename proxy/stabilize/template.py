@@ -11,12 +11,8 @@ from proxy.core.messages import Route
 from proxy.stabilize.drops import inline_reasoning
 from proxy.stabilize.model import Draft, Json, Marks, Memory, RequestFacts
 
-_ASKS, _ASKS_AGAIN, _COMMANDS, _RETURNS = (
-    "Zaq asks",
-    "Zaq asks again",
-    "Zaq commands",
-    "Zaq returns",
-)
+_ASKS, _ASKS_AGAIN = "Zaq asks", "Zaq asks again"
+_COMMANDS, _RETURNS = "Zaq commands", "Zaq returns"
 _REASONING = "Zaq reasons"
 _PADDED = f"\n {_REASONING}\n "
 _TEXT = "Zaq answers"

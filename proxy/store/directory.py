@@ -39,6 +39,7 @@ from proxy.store.files import (
     StateFiles,
     id_of,
     is_state_name,
+    replacing,
     sync_names,
     temporary_name_of,
 )
@@ -248,15 +249,10 @@ class StoreDirectory:
             raise
         return stamp
 
-    def update(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        old: Sequence[PrefixHash] = (),
-        new: Sequence[PrefixHash] = (),
-    ) -> None:
+    def update(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Replace records durably: first beside their files, then in the index as `Index.update` does."""
         self.write_sidecars(checkpoints)
-        self.index.update(checkpoints, old, new)
+        self.index.update(checkpoints)
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""
@@ -392,9 +388,8 @@ def _secret(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(secret := path.read_bytes()) == _SECRET_BYTES:
             return secret
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
+    with replacing(path, path.with_suffix(".new")) as file:
         file.write(secret := token_bytes(_SECRET_BYTES))
-        os.fsync(file)
     return secret
 
 

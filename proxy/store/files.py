@@ -10,13 +10,13 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import xxhash
 
@@ -63,11 +63,6 @@ class StateFiles:
                 if _OURS.fullmatch(entry.name):
                     yield entry.name, entry.is_file(follow_symlinks=False)
 
-    def unnamed(self, named: Collection[str]) -> list[str]:
-        """Return the files that are neither one of the *named* states nor the record of one."""
-        expected = {*named, *(self.sidecar_name(name) for name in named)}
-        return sorted(name for name in self.names() if name not in expected)
-
     def free_bytes(self) -> int:
         """Return how many bytes are free for files of this process's user; raises OSError."""
         status = os.statvfs(self.directory)
@@ -77,22 +72,8 @@ class StateFiles:
         """Replace a small file by *data*; the change is durable once the directory is synced."""
         if self.is_readonly:
             return
-        with self._replacing(name) as temporary, temporary.open("xb") as file:
-            temporary.chmod(0o600)
+        with replacing(self.path(name), self.path(self.new_temporary_name())) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    @contextmanager
-    def _replacing(self, name: str) -> Iterator[Path]:
-        """Yield the path of a temporary file that replaces *name* once it is whole."""
-        temporary = self.path(self.new_temporary_name())
-        try:
-            yield temporary
-            temporary.rename(self.path(name))
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
     def seal(self, temporary: str, final: str) -> FileStamp:
         """Give a checked temporary file its final name, durable once the directory is synced."""
@@ -120,13 +101,10 @@ class StateFiles:
         except OSError:
             return 0
 
-    def parts(self, name: str, sizes: Iterable[int]) -> tuple[FilePart, ...]:
+    def parts(self, name: str, sizes: Sequence[int]) -> tuple[FilePart, ...]:
         """Return the parts of a file as it is now; raises OSError if it cannot be read."""
-        found, offset = [], 0
-        for n_bytes in sizes:
-            found.append(FilePart(n_bytes, self._digest(name, offset, n_bytes)))
-            offset += n_bytes
-        return tuple(found)
+        places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+        return tuple(FilePart(n, self._digest(name, offset, n)) for offset, n in places)
 
     def has_part(self, name: str, offset: int, part: FilePart, *, keeps_pages: bool = True) -> bool:
         """Return whether a part of a file is unchanged; raises OSError if it cannot be read.
@@ -135,14 +113,11 @@ class StateFiles:
         """
         return self._digest(name, offset, part.n_bytes, keeps_pages=keeps_pages) == part.digest
 
-    def is_intact(self, name: str, parts: Iterable[FilePart]) -> bool:
+    def is_intact(self, name: str, parts: Sequence[FilePart]) -> bool:
         """Return whether a file is these parts and nothing else; raises OSError if it cannot be read."""
-        offset = 0
-        for part in parts:
-            if not self.has_part(name, offset, part):
-                return False
-            offset += part.n_bytes
-        return offset == self.path(name).stat().st_size
+        *offsets, end = accumulate((part.n_bytes for part in parts), initial=0)
+        is_same = all(map(partial(self.has_part, name), offsets, parts))
+        return is_same and end == self.path(name).stat().st_size
 
     def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
         # Not mapped: if the file were truncated or unreadable meanwhile, that would end this process.
@@ -175,14 +150,18 @@ class StateFiles:
 
     def edit(self, name: str, change: Callable[[Path], T]) -> T:
         """Change a file, or replace it by a changed copy; return the result of *change*."""
+        path = self.path(name)
         try:
-            return change(self.path(name))
+            return change(path)
         except PermissionError:
             # llama-server runs under another uid: the directory is shared, but the files are not.
-            with self._replacing(name) as copy:
-                shutil.copyfile(self.path(name), copy)
-                self._protect(copy)
-            return change(self.path(name))
+            with (
+                path.open("rb") as file,
+                replacing(path, self.path(self.new_temporary_name())) as copy,
+            ):
+                shutil.copyfileobj(file, copy)
+            self._protect(path)
+            return change(path)
 
     def _protect(self, path: Path) -> None:
         # A state reveals the conversation. With llama-server under another uid the directory is shared by
@@ -191,6 +170,21 @@ class StateFiles:
             return
         is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
         path.chmod(0o660 if is_group_shared else 0o600)
+
+
+@contextmanager
+def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
+    """Yield a new file *part*, for its owner only; once it is whole and on disk, it becomes *path*."""
+    part.unlink(missing_ok=True)  # left by a crash
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def sync_names(directory: Path) -> None:
@@ -243,22 +237,16 @@ class Verification:
     def __init__(self, files: StateFiles) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verification")
-        self._verified: dict[CheckpointId, FileStamp] = {}
+        self.verified: dict[CheckpointId, FileStamp] = {}
+        """The stamps of the files that are as llama-server wrote them."""
 
     def close(self) -> None:
         """Stop reading."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def note(self, checkpoint_id: CheckpointId, stamp: FileStamp) -> None:
-        """Note that a file with this stamp is as llama-server wrote it."""
-        self._verified[checkpoint_id] = stamp
-
-    def forget(self, checkpoint_id: CheckpointId) -> None:
-        self._verified.pop(checkpoint_id, None)
-
     def is_done(self, checkpoint: Checkpoint) -> bool:
         """Return whether a file was verified and has not changed since."""
-        verified = self._verified.get(checkpoint.id)
+        verified = self.verified.get(checkpoint.id)
         try:
             return verified is not None and verified == self._files.stamp(checkpoint.file_name)
         except (OSError, StateDamaged):
@@ -292,4 +280,4 @@ class Verification:
             raise StateDamaged(
                 f"{name} is not what was saved: {found.count(False)} of its parts differ"
             )
-        self.note(checkpoint.id, stamp)
+        self.verified[checkpoint.id] = stamp

@@ -11,8 +11,10 @@ import struct
 import subprocess
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from hashlib import file_digest
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -33,7 +35,7 @@ from proxy.core.tokens import (
     tokens_from_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault, in_words
-from proxy.store.files import is_state_name, sync_names
+from proxy.store.files import is_state_name, replacing, sync_names
 
 T = TypeVar("T")
 
@@ -169,10 +171,8 @@ class Index:
         If the file was not closed, all entries are compared. The entries of a closed file are only counted;
         with *reads_all* each of its records is read as well.
         """
-        n_summaries, n_expected = 0, 0
-        for _, summary in self.summaries():
-            n_summaries += 1
-            n_expected += summary.n_blocks
+        n_blocks = [summary.n_blocks for _, summary in self.summaries()]
+        n_summaries = len(n_blocks)
         databases = (self._checkpoints, self._tokens, self._prefixes, self._order)
         with _faults(), self._env.begin() as txn:
             n_records, *others = (txn.stat(database)["entries"] for database in databases)
@@ -180,7 +180,7 @@ class Index:
         n_readable = len(checkpoints) if reads_all or self._is_copied else n_summaries
         if n_records != n_readable:
             return f"records that cannot be read: {n_records - n_readable}"
-        found, expected = (*others, n_summaries), (n_records, n_expected, n_records, n_records)
+        found, expected = (*others, n_summaries), (n_records, sum(n_blocks), n_records, n_records)
         if found != expected:
             return f"of tokens, prefixes, places and summaries {found} instead of {expected}"
         n_wrong = sum(not self._is_whole(c) for c in checkpoints if self._is_copied)
@@ -213,10 +213,13 @@ class Index:
 
     def record(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Return the record of a checkpoint, None if it is gone or damaged."""
-        with _faults(), self._env.begin(db=self._checkpoints) as txn:
-            data = txn.get(_ID.pack(checkpoint_id))
+        return self._read(self._checkpoints, _ID.pack(checkpoint_id), _RECORDS.decode)
+
+    def _read(self, database: Any, key: bytes, decode: Callable[[bytes], T]) -> T | None:
+        with _faults(), self._env.begin(db=database) as txn:
+            data = txn.get(key)
         try:
-            return None if data is None else _RECORDS.decode(data)
+            return None if data is None else decode(data)
         except ValueError:
             return None
 
@@ -281,27 +284,17 @@ class Index:
             txn.put(summary[:_SCORE_BYTES] + key, b"", db=self._order)
 
     def update(
-        self,
-        checkpoints: Sequence[Checkpoint],
-        old: Sequence[PrefixHash] = (),
-        new: Sequence[PrefixHash] = (),
-        scores: Mapping[CheckpointId, float] | None = None,
+        self, checkpoints: Sequence[Checkpoint], scores: Mapping[CheckpointId, float] | None = None
     ) -> None:
         """Rewrite the records of checkpoints that still exist, in one transaction.
 
-        If the namespace of a checkpoint has changed, its *old* prefix hashes are replaced by *new* ones.
         *scores* replace the scores of the index, except those of pins and quarantines.
         """
         with self._writing() as txn:
             for checkpoint in checkpoints:
                 key = _ID.pack(checkpoint.id)
-                if txn.get(key, db=self._checkpoints) is None:
-                    continue
-                self._put_record(txn, key, checkpoint)
-                for prefix_hash in old:
-                    txn.delete(prefix_hash, key, db=self._prefixes)
-                for prefix_hash in new:
-                    txn.put(prefix_hash, key, db=self._prefixes)
+                if txn.get(key, db=self._checkpoints) is not None:
+                    self._put_record(txn, key, checkpoint)
             for checkpoint_id, score in (scores or {}).items():
                 key = _ID.pack(checkpoint_id)
                 if (data := txn.get(key, db=self._summaries)) is not None:
@@ -320,12 +313,7 @@ class Index:
 
     def tokens(self, checkpoint_id: CheckpointId) -> TokenIds | None:
         """Return the tokens of a checkpoint, None if they are gone or damaged."""
-        with _faults(), self._env.begin(db=self._tokens) as txn:
-            data = txn.get(_ID.pack(checkpoint_id))
-        try:
-            return None if data is None else tokens_from_bytes(data)
-        except ValueError:
-            return None
+        return self._read(self._tokens, _ID.pack(checkpoint_id), tokens_from_bytes)
 
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
@@ -380,12 +368,8 @@ class Index:
 
     def value(self, name: str, value_type: type[T]) -> T | None:
         """Return the named value, or None if it is absent or of another type."""
-        with _faults(), self._env.begin(db=self._values) as txn:
-            data = txn.get(name.encode())
-        try:
-            return None if data is None else msgspec.msgpack.decode(data, type=value_type)
-        except ValueError:
-            return None
+        decode = partial(msgspec.msgpack.decode, type=value_type)
+        return self._read(self._values, name.encode(), decode)
 
     def put_value(self, name: str, value: object) -> None:
         with self._writing() as txn:
@@ -421,7 +405,6 @@ def _faults() -> Iterator[None]:
 
 
 _SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
-_READ_BYTES = 4 << 20
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
 _EXIT_DAMAGED = 65
@@ -451,13 +434,8 @@ def sound_file(path: Path, copy: Path) -> Path:
 
 def seal(file: Path) -> None:
     """Write the checksum beside a closed file; raises OSError."""
-    new = seal_of(file).with_suffix(".new")
-    new.touch(mode=0o600)
-    with new.open("w") as sealed:
-        sealed.write(f"{_digest(file)}\n")
-        sealed.flush()
-        os.fsync(sealed)
-    new.replace(seal_of(file))
+    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
+        sealed.write(f"{_digest(file)}\n".encode())
 
 
 def seal_of(file: Path) -> Path:
@@ -465,11 +443,8 @@ def seal_of(file: Path) -> Path:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as data:  # not mapped
-        while chunk := data.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return file_digest(data, xxhash.xxh3_128).hexdigest()
 
 
 def _copy_apart(path: Path, copy: Path) -> None:

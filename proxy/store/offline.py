@@ -9,6 +9,7 @@ import msgspec
 
 from proxy.core.model import Checkpoint
 from proxy.core.tokens import hash_prefixes
+from proxy.docstrings import docstrings_of_fields
 from proxy.errors import StateFileMalformed, StoreFault
 from proxy.llama.state_file import read_state_file
 from proxy.store.directory import Lost, Rebuild, StoreDirectory
@@ -35,28 +36,35 @@ def open_offline(
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong, in the words of a report, and what `mend` does about it."""
+    """What can be wrong, in the words of a report; below each stands what `mend` does about it."""
 
-    cure: str
+    @property
+    def cure(self) -> str:
+        return _CURES[self.name][0]
 
-    def __new__(cls, words: str, cure: str) -> "ProblemKind":
-        kind = str.__new__(cls, words)
-        kind._value_, kind.cure = words, cure
-        return kind
+    FILE_GONE = "the file of a checkpoint is gone"
+    """its entry is removed"""
+    FILE_UNREADABLE = "the file of a checkpoint cannot be read"
+    """it is left alone: see who owns it, and its mode"""
+    FILE_CHANGED = "the file of a checkpoint is not what was saved"
+    """file and entry are removed"""
+    MADE_OF_CHANGED = "a checkpoint may stem from one that is not what was saved"
+    """it is removed"""
+    TOKENS_DIFFER = "a file holds other tokens than the index says"
+    """the index is made anew"""
+    NOT_FOUND = "a checkpoint would not be found"
+    """the index is made anew"""
+    RECORD_GONE = "the record beside a state is gone or damaged"
+    """it is written again"""
+    FILE_WITHOUT_ENTRY = "a file that no entry names"
+    """it is removed"""
+    INDEX_DAMAGED = "the index is damaged"
+    """it is made anew from the states"""
+    STATE_LOST = "a state that cannot be entered again"
+    """it is removed"""
 
-    FILE_GONE = "the file of a checkpoint is gone", "its entry is removed"
-    FILE_UNREADABLE = (
-        "the file of a checkpoint cannot be read",
-        "it is left alone: see who owns it, and its mode",
-    )
-    FILE_CHANGED = "the file of a checkpoint is not what was saved", "file and entry are removed"
-    MADE_OF_CHANGED = "a checkpoint may stem from one that is not what was saved", "it is removed"
-    TOKENS_DIFFER = "a file holds other tokens than the index says", "the index is made anew"
-    NOT_FOUND = "a checkpoint would not be found", "the index is made anew"
-    RECORD_GONE = "the record beside a state is gone or damaged", "it is written again"
-    FILE_WITHOUT_ENTRY = "a file that no entry names", "it is removed"
-    INDEX_DAMAGED = "the index is damaged", "it is made anew from the states"
-    STATE_LOST = "a state that cannot be entered again", "it is removed"
+
+_CURES = docstrings_of_fields(ProblemKind)
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -82,10 +90,10 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
             kinds.setdefault(checkpoint, ProblemKind.MADE_OF_CHANGED)
     problems = _mended_by_opening(store.rebuild) if store.rebuild else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
-    told = {problem.name for problem in problems}
-    unnamed = store.files.unnamed(told | {c.file_name for c in checkpoints})
+    named = {c.file_name for c in checkpoints} | {problem.name for problem in problems}
+    unnamed = {*store.files.names()} - named - {*map(store.files.sidecar_name, named)}
     kind = ProblemKind.FILE_WITHOUT_ENTRY
-    return problems + [Problem(kind, name, store.files.size_bytes(name)) for name in unnamed]
+    return problems + [Problem(kind, n, store.files.size_bytes(n)) for n in sorted(unnamed)]
 
 
 def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> ProblemKind | None:

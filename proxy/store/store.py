@@ -64,7 +64,8 @@ class CheckpointStore(Catalogue):
 
     def _reported(self, swept: Summed) -> dict[str, object]:
         """Bring the store within its budget; return the numbers of checkpoints found and removed."""
-        victims = self._over_budget()
+        n_over = 0 if self.files.is_readonly else self.size_bytes - self.limits.max_bytes
+        victims = self.victims(n_over, Present(time.time()))
         for victim in victims:
             self.take(victim.id)
             self._directory.remove(victim)
@@ -86,10 +87,6 @@ class CheckpointStore(Catalogue):
         if strange := [t for t in tenants if is_of_other_secret(self.secret, t)]:
             report["api_keys_of_another_secret"] = len(strange)
         return report
-
-    def _over_budget(self) -> list[Checkpoint]:
-        n_over = 0 if self.files.is_readonly else self.size_bytes - self.limits.max_bytes
-        return self.victims(n_over, Present(time.time()))
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
@@ -132,11 +129,6 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
             self.note_restored(checkpoint)
 
-    def verify_soon(self, checkpoint: Checkpoint) -> None:
-        """Begin to verify a checkpoint that will likely be restored, unless it is verified already."""
-        if not self._verification.is_done(checkpoint):
-            self._begin_to_verify(checkpoint)
-
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
         """Verify the file of a checkpoint, unless it was verified and has not changed since.
 
@@ -145,15 +137,19 @@ class CheckpointStore(Catalogue):
         """
         if bytes_per_second:
             await self._verify(checkpoint, bytes_per_second)
-        elif not self._verification.is_done(checkpoint):
-            await asyncio.shield(self._begin_to_verify(checkpoint))
+        elif verifying := self.verify_soon(checkpoint):
+            await asyncio.shield(verifying)
 
-    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
+    def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None] | None":
+        """Begin to verify a checkpoint that will likely be restored; None if it is verified already."""
+
         def end(verifying: "asyncio.Future[None]") -> None:
             del self._verifying[checkpoint.id]
             if not verifying.cancelled():
                 verifying.exception()  # retrieved, because no caller may have waited
 
+        if self._verification.is_done(checkpoint):
+            return None
         if checkpoint.id not in self._verifying:
             verifying = asyncio.ensure_future(self._verify(checkpoint))
             self._verifying[checkpoint.id] = verifying
@@ -245,11 +241,10 @@ class CheckpointStore(Catalogue):
                     "what is left is in use or pinned",
                 )
             await self._remove(victims, limit)
-        except OSError as error:
+        except BaseException as error:
             self._budget.release(name)
-            raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
-        except BaseException:
-            self._budget.release(name)
+            if isinstance(error, OSError):
+                raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
             raise
 
     async def commit(self, checkpoint: Checkpoint, tokens: TokenIds) -> Checkpoint:
@@ -262,7 +257,7 @@ class CheckpointStore(Catalogue):
         hashes = hash_prefixes(checkpoint.namespace, tokens)
 
         def enter(stamp: FileStamp) -> None:
-            self._verification.note(checkpoint.id, stamp)
+            self._verification.verified[checkpoint.id] = stamp
             self.enter(checkpoint)
             self.note_devalued(hashes)
             self.note_read(checkpoint)
@@ -330,7 +325,7 @@ class CheckpointStore(Catalogue):
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def note(tokens: TokenIds | None) -> None:
             self.forget(checkpoint.id)
-            self._verification.forget(checkpoint.id)
+            self._verification.verified.pop(checkpoint.id, None)
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
 

@@ -6,15 +6,14 @@ must have its checksums, and is entered with the tokens that it holds.
 """
 
 import io
-import os
 import shutil
 import tarfile
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 from typing import IO
 
 from proxy.core.model import Checkpoint, is_of_other_secret
@@ -30,7 +29,7 @@ from proxy.store.directory import (
     decode_sidecar,
     encode_sidecar,
 )
-from proxy.store.files import StateFiles, final_name_of, id_of
+from proxy.store.files import StateFiles, final_name_of, id_of, replacing
 from proxy.store.known_models import Owner, introduce, knows_models, namespace_of
 from proxy.store.offline import Note
 
@@ -64,20 +63,11 @@ def export_checkpoints(
     An existing *file* is replaced; one of the store's own, or one that is no regular file, is refused.
     """
     _require_replaceable(files, file)
-    # A new file, mode 0600 from the first byte: others may be able to read an existing one.
-    descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as output:
-            with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                for record in records:
-                    _write(tar, files, record)
-                    note(record.checkpoint.size_bytes)
-            output.flush()
-            os.fsync(output.fileno())
-        Path(partial).replace(file)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with replacing(file, file.with_name(f".export-{token_hex(8)}.part")) as output:
+        with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for record in records:
+                _write(tar, files, record)
+                note(record.checkpoint.size_bytes)
 
 
 def _require_replaceable(files: StateFiles, file: Path) -> None:

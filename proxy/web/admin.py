@@ -26,11 +26,10 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy import __version__
-from proxy.core.eviction import Present, Removal
+from proxy.core.eviction import Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, SlotPhase, state_of
-from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
 from proxy.explain.trace import TracedRequest, numbered
@@ -41,7 +40,6 @@ from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
 from proxy.serving.request import Request, tenant_of
 from proxy.serving.shared import Shared
 from proxy.store.known_models import model_names
-from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of
 
 _OPENAPI = Path(__file__).with_name("openapi.yaml")
@@ -147,14 +145,6 @@ def _shown_token(request: web.Request) -> bytes:
     return shown.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
 
 
-def _client_keys(request: web.Request) -> dict[str, str]:
-    """Return the headers with the client's API key, without the listener's own token."""
-    keys = keys_of(request.headers)
-    if request.get(_IS_OPERATOR):
-        keys.pop("Authorization", None)
-    return keys
-
-
 def json_response(content: Any = None, **fields: Any) -> web.Response:
     """Return *content* as JSON, or an object of the *fields*."""
     body = msgspec.json.encode(fields if content is None else content)
@@ -248,11 +238,11 @@ class Admin:
         """Return all checkpoints `under` a node, the most valuable first."""
         store, node_id = self._shared.store, request.query.get("under")
         names, present = model_names(store.index), self._shared.served.present()
-        listed = [
-            _listed(checkpoint, names, store, present)
-            async for checkpoint in in_slices(store)
-            if not node_id or node_id in views.way_to(views.parent_of(checkpoint))
-        ]
+        listed = list[views.ListedCheckpoint]()
+        async for c in in_slices(store):
+            if not node_id or node_id in views.way_to(views.parent_of(c)):
+                value, is_warm = round(store.value_seconds(c, present), 3), store.is_warm(c)
+                listed.append(views.list_checkpoint(c, names, value_seconds=value, is_warm=is_warm))
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
     async def tree(self, request: web.Request) -> web.Response:
@@ -303,7 +293,9 @@ class Admin:
         With `request` in the query, the header of that earlier request is kept instead, by its id or as the
         last one. The answer has a line of JSON for each progress, and one for the end.
         """
-        is_whole, keys = _is_asked_for(request, "whole"), _client_keys(request)
+        is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
+        if request.get(_IS_OPERATOR):
+            keys.pop("Authorization", None)
         if (request_id := request.query.get("request")) is not None:
             wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:
@@ -395,14 +387,6 @@ async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoi
         if time.perf_counter() > slice_ends_at:
             await asyncio.sleep(0)
             slice_ends_at = time.perf_counter() + _SLICE_SECONDS
-
-
-def _listed(
-    checkpoint: Checkpoint, names: Mapping[Namespace, str], store: CheckpointStore, present: Present
-) -> views.ListedCheckpoint:
-    """Return a checkpoint as operators see it, with the facts that only a running proxy knows."""
-    value_seconds, is_warm = store.value_seconds(checkpoint, present), store.is_warm(checkpoint)
-    return views.list_checkpoint(checkpoint, names, value_seconds=value_seconds, is_warm=is_warm)
 
 
 def standing(shared: Shared, pool: Pool) -> dict[str, Any]:

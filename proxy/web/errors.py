@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from proxy.core.messages import Route
+from proxy.core.messages import Route, object_in
 from proxy.errors import ProxyError
 from proxy.explain.report import Told
 from proxy.llama.answers import MAX_BUFFERED_BYTES, Diagnose, TrueUsage, empty_answer
@@ -37,6 +37,7 @@ _TYPES = {
 
 Error = dict[str, Any]
 Edit = Callable[[bytes], bytes]
+_AS_IT_IS: Edit = bytes
 
 
 def error_response(path: str, error: ProxyError) -> web.Response:
@@ -76,11 +77,8 @@ def _own_error(status: int, message: str) -> Error:
 
 def _read_error(body: bytes) -> Error | None:
     """Return llama-server's error in *body*, None if there is none; Messages streams have no envelope."""
-    try:
-        content = msgspec.json.decode(body, type=dict[str, Any])
-    except (ValueError, RecursionError):
-        return None
-    if content.get("type") == "error":
+    content = object_in(body)
+    if content is None or content.get("type") == "error":
         return None  # in Anthropic's shape already
     error = content.get("error", content)
     return error if isinstance(error, dict) and "message" in error else None
@@ -113,9 +111,8 @@ def _anthropic(error: Error) -> Error:
 class StreamEdit:
     """Edits a stream line by line; chunks may end anywhere, and a line is passed on once it is whole."""
 
-    def __init__(self, usage: TrueUsage, *, is_anthropic: bool) -> None:
+    def __init__(self, usage: TrueUsage) -> None:
         self._usage = usage
-        self._is_anthropic = is_anthropic
         self._is_error = False
         self._rest = bytearray()
 
@@ -133,7 +130,7 @@ class StreamEdit:
         return rest
 
     def _edited(self, line: bytes) -> bytes:
-        if self._is_anthropic:
+        if self._usage.is_anthropic:
             if line.startswith(b"event:"):
                 self._is_error = line[6:].strip() == b"error"
             elif self._is_error and line.startswith(b"data:"):
@@ -155,7 +152,7 @@ def edit_of_stream(
 ) -> StreamEdit | None:
     """Return the edit of a stream, None if it passes unchanged; *n_found* is as in serving's Relay."""
     usage = _true_usage(path, n_found, diagnose)
-    return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage else None
+    return StreamEdit(usage) if usage else None
 
 
 def edit_of_answer(
@@ -170,10 +167,6 @@ def edit_of_answer(
     return None
 
 
-def _as_it_is(body: bytes) -> bytes:
-    return body
-
-
 def edits_of(
     path: str, answer: aiohttp.ClientResponse, n_found: int | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
@@ -186,13 +179,13 @@ def edits_of(
         return edit_of_stream(path, n_found, told.diagnose), None
     if answer.status == 500 and "Content-Length" not in headers:
         # Read whole: a router may say in it that its llama-server is gone.
-        return None, _as_it_is
+        return None, _AS_IT_IS
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
-    if is_small and content_type.startswith("application/json"):
-        edit = edit_of_answer(path, answer.status, n_found, told.diagnose)
-        if told.warms:
-            is_stream, true = told.warms == "stream", edit or _as_it_is
-            return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
-        # Read whole: its id is noted before the client has it.
-        return None, edit or (_as_it_is if told.on_id else None)
-    return None, None
+    if not is_small or not content_type.startswith("application/json"):
+        return None, None
+    edit = edit_of_answer(path, answer.status, n_found, told.diagnose)
+    if told.warms:
+        is_stream, true = told.warms == "stream", edit or _AS_IT_IS
+        return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
+    # Read whole: its id is noted before the client has it.
+    return None, edit or (_AS_IT_IS if told.on_id else None)

@@ -24,6 +24,7 @@ from proxy.servers.pool import Pool
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
 from proxy.web.admin import json_response, standing
+from proxy.web.writer import OF_EVENTS
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -214,13 +215,7 @@ class LivePage:
         """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
         if self.n_readers >= MAX_READERS:
             return web.Response(status=503, text="too many pages are open")
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-store",
-                "X-Accel-Buffering": "no",
-            }
-        )
+        response = web.StreamResponse(headers=OF_EVENTS | {"Cache-Control": "no-store"})
         self.n_readers += 1
         try:
             with suppress(ConnectionResetError):

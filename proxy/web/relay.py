@@ -167,13 +167,8 @@ class Exchange:
             await self._break_off(error, has_token=reader.has_token)
             return Answer(answer.status, None, self._first_token_at, is_broken=True)
         self.is_answered = True
-        return Answer(
-            answer.status,
-            reader.timings(),
-            self._first_token_at,
-            calls=reader.calls(),
-            said=reader.said,
-        )
+        timings, calls = reader.timings(), reader.calls()
+        return Answer(answer.status, timings, self._first_token_at, calls=calls, said=reader.said)
 
     async def _pass_on_as_it_comes(self, target: Target, lines: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.

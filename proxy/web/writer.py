@@ -22,6 +22,8 @@ from proxy.serving.request import do_nothing
 KEEP_SECONDS = 15.0
 """The time before the first comment in a stream that has not begun, and between two comments."""
 COMMENT = b": waiting\n\n"
+OF_EVENTS = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+"""The headers of a stream of events that no proxy in between may hold back."""
 MAX_ANSWER_BYTES = 32 << 20
 """The most unread bytes of one answer, 128,000 tokens of a stream (an event has about 250 bytes).
 
@@ -97,10 +99,9 @@ class ClientWriter:
                 await asyncio.sleep(KEEP_SECONDS)
                 async with self._commenting:
                     if self.response is None:
-                        headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
-                        if origin := self._client.headers.get("Origin"):
-                            headers["Access-Control-Allow-Origin"] = origin  # as llama-server does
-                        response = web.StreamResponse(headers=headers)
+                        response = web.StreamResponse(headers=OF_EVENTS)
+                        if origin := self._client.headers.get("Origin"):  # as llama-server does
+                            response.headers["Access-Control-Allow-Origin"] = origin
                         await response.prepare(self._client)
                         self.response = response
                     await self.response.write(COMMENT)

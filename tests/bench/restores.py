@@ -61,7 +61,7 @@ class RestoreBenchmark:
         path = self._file_of(prompt)
         _bring(path, temperature)
         if verified == "first":
-            self._store._verification.forget(self._checkpoint_of(prompt).id)
+            self._store._verification.verified.pop(self._checkpoint_of(prompt).id, None)
         line = await self._ask(prompt)
         assert line["chosen"] == "restore", line
         self.proxy[way].append(float(line["prepared_seconds"]))

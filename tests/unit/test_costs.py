@@ -7,7 +7,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Rendering
 from proxy.explain.known import KnownPrompt
 from proxy.explain.report import Journal
-from proxy.explain.sketch import EMPTY, Cost, costs_of, sketch_of
+from proxy.explain.sketch import Cost, costs_of, sketch_of
 from proxy.explain.views import Explanation, Nearest, RequestRecord
 
 HEADER = {"role": "system", "content": "s" * 1000}
@@ -27,7 +27,7 @@ GONE_ON = fields(ONE["tools"], {"role": "assistant", "content": "a" * 400})
 
 
 def costs(new: dict[str, Any], old: dict[str, Any] | None, n_tokens: int = 1000) -> list[Cost]:
-    return costs_of(sketch_of(new), 1000, n_tokens, sketch_of(old) if old else EMPTY, 0)
+    return costs_of(sketch_of(new), 1000, n_tokens, sketch_of(old or {}), 0)
 
 
 def changed(found: list[Cost]) -> list[str]:

@@ -18,7 +18,6 @@ from proxy.explain.compare import Rendering
 from proxy.explain.known import KnownPrompt
 from proxy.explain.report import MAX_NAMED, Journal
 from proxy.explain.sketch import (
-    EMPTY,
     Compared,
     Named,
     Sketch,
@@ -122,7 +121,7 @@ def test_openai_s_sdk_reads_the_reason(mutation: Mutation) -> None:
 
 
 UNKNOWN = named("b", {}, None)
-SHORT = Sketch(EMPTY.names, EMPTY.tools, "u", digests([1]), 0, (400,))
+SHORT = Sketch(digests([]), digests([]), "u", digests([1]), 0, (400,))
 
 
 def test_request_is_found_by_its_own_client_only_and_the_oldest_are_forgotten() -> None:

@@ -10,10 +10,11 @@ from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
 from proxy.explain.known import MAX_IDS, KnownPrompt, KnownPrompts, Loss, Match
-from proxy.explain.sketch import EMPTY, Sketch, digests
+from proxy.explain.sketch import Sketch, digests, sketch_of
 
 SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
 RUN = range(1000)
+EMPTY = sketch_of({})
 
 
 def sketch(*messages: int, roles: str = "") -> Sketch:

@@ -19,8 +19,10 @@ _SERVES = {"proxy.core", "proxy.explain", "proxy.llama", "proxy.stabilize", "pro
 }
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
+    "proxy.core.conditions": {"proxy.docstrings"},
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
+    "proxy.explain.causes": {"proxy.docstrings"},
     "proxy.explain.judgement": {"proxy.serving.request"},
     "proxy.explain.report": {
         "proxy.errors",
@@ -34,7 +36,7 @@ MAY_IMPORT = {
     "proxy.llama": {"proxy.core", "proxy.errors", "proxy.llama"},
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
     "proxy.store.directory": {"proxy.llama.state_file"},
-    "proxy.store.offline": {"proxy.llama.state_file"},
+    "proxy.store.offline": {"proxy.docstrings", "proxy.llama.state_file"},
     "proxy.store.transfer": {"proxy.llama.state_file"},
     "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.state_file"}
     | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},

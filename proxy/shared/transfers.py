@@ -1,0 +1,340 @@
+"""The transfers of states: from the shared store to this machine, and back.
+
+What comes down is opened, compared with its checksums and written as it comes. Then the parser of state
+files reads it, and it becomes an ordinary checkpoint; only then its tokens count. What goes up are states
+that were committed here, what spares most per byte first. An upload that was cut off, by whatever, is made
+again from its beginning under a new name.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from socket import gethostname
+
+import xxhash
+
+from proxy.core.eviction import Removal
+from proxy.core.model import Checkpoint, CheckpointId, FilePart
+from proxy.core.saving import Claim, Written
+from proxy.core.sharing import SharedLimits, is_still_in_time, spared_per_byte
+from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
+from proxy.llama.state_file import read_state_file
+from proxy.shared import objects
+from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Gone
+from proxy.shared.objects import META, STATE, USED
+from proxy.shared.remote import Remote, backoff_seconds
+from proxy.shared.sealing import Opening
+from proxy.store.transfer import entered_as
+
+_STALL_SECONDS, _SILENT_CALLS = 0.25, 4
+"""A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
+_UPLOADED = "uploaded"
+
+
+class Downloads:
+    """Fetches states of the shared store."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._fetches: dict[CheckpointId, asyncio.Task[Checkpoint | None]] = {}
+        self._n_damaged, self._damaged_until = 0, 0.0
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
+        is_damaged = time.monotonic() < self._damaged_until
+        return is_damaged or self._remote.is_failing("list", "fetch")
+
+    async def find_out(self) -> None:
+        """If a fetch has failed, try whether the beginning of a state can be read again."""
+        if self._remote.is_failing("fetch"):
+            index = self._remote.index
+            known = (c for i in self._remote.known if (c := index.record(i)) is not None)
+            some = next((c for c in known if c.namespace), None)
+            with self._remote.trying("fetch"), suppress(Gone):
+                if some is not None:
+                    async with aclosing(self._stream(some)) as stream:
+                        await anext(stream, b"")
+
+    async def fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        """Return the local checkpoint that a shared state has become; None if not within the limit.
+
+        Whoever asks for a state that is on its way waits for it. Never raises a CacheFault.
+        """
+        if (fetching := self._fetches.get(checkpoint.id)) is None:
+            fetching = self._remote.tasks.start(self._fetch(checkpoint, limit_seconds))
+            self._fetches[checkpoint.id] = fetching
+            fetching.add_done_callback(lambda _: self._fetches.pop(checkpoint.id, None))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_seconds):
+                return await asyncio.shield(fetching)
+        return None
+
+    async def _fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        result, why, fetched, began = "failed", "", None, time.monotonic()
+        try:
+            async with asyncio.timeout(limit_seconds):
+                fetched = await self._receive(checkpoint, limit_seconds)
+            result, self._n_damaged = ("done", 0) if fetched else ("late", self._n_damaged)
+        except TimeoutError:
+            result = "late"
+        except Gone:
+            result = "gone"
+            await self._remote.forget(checkpoint)
+        except (StateFileMalformed, StateDamaged) as error:
+            result, why, self._n_damaged = "damaged", str(error), self._n_damaged + 1
+            self._damaged_until = time.monotonic() + backoff_seconds(self._n_damaged)
+            await self._remote.forget(checkpoint, is_gone=False)
+        except (CacheFault, OSError) as fault:
+            why = in_words(fault)
+        except Exception as error:
+            self._remote.faults.record("share", error)
+        self._remote.metrics.shared_fetches.labels(result).inc()
+        seconds = round(time.monotonic() - began, 3)
+        size, name = checkpoint.size_bytes, checkpoint.shared_id
+        self._remote.log.info(
+            "fetched", result=result, id=name, size_bytes=size, seconds=seconds, why=why
+        )
+        return fetched
+
+    async def _receive(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        """Fetch a state into a temporary file and commit it; None if it would not be here in time."""
+        store, files = self._remote.store, self._remote.store.files
+        name = await store.reserve(Claim(checkpoint.size_bytes, self._remote.present()))
+        try:
+            if not await self._download(checkpoint, files.path(name), limit_seconds):
+                return None
+            state = await asyncio.to_thread(read_state_file, files.path(name))
+            if len(state.tokens) != checkpoint.n_tokens:
+                raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
+            await store.settle(name, checkpoint.size_bytes)
+            entered = entered_as(checkpoint, name, checkpoint.namespace, state)
+            committed = await store.commit(replace(entered, is_fetched=True), state.tokens)
+        finally:
+            await store.discard(name)
+        self._remote.metrics.shared_states.labels("down").inc()
+        self._remote.tasks.start(self._touch(checkpoint))
+        return committed
+
+    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
+        first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
+        name = self._remote.name(checkpoint, STATE)
+        return self._remote.bucket.stream(name, first_seconds, _STALL_SECONDS)
+
+    async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
+        began, n_received, held = time.monotonic(), 0, list[bytes]()
+        opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
+        arrival = Arrival(path, checkpoint.content, opening)
+        try:
+            with self._remote.trying("fetch"):
+                async with aclosing(self._stream(checkpoint)) as stream:
+                    async for chunk in stream:
+                        held.append(chunk)
+                        n_received += len(chunk)
+                        self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
+                        elapsed, size = time.monotonic() - began, checkpoint.size_bytes
+                        if not is_still_in_time(n_received, size, elapsed, limit_seconds):
+                            return False
+                        if sum(map(len, held)) >= READ_BYTES:
+                            await asyncio.to_thread(arrival.take, b"".join(held))
+                            held.clear()
+            await asyncio.to_thread(arrival.take, b"".join(held))
+            await asyncio.to_thread(arrival.end)
+            return True
+        except asyncio.CancelledError:
+            # A limit that is short for a store that is there is long for one that is silent.
+            silent_seconds = _SILENT_CALLS * self._remote.link.call.seconds
+            if not n_received and time.monotonic() - began > silent_seconds:
+                self._remote.note_fault("fetch", "it does not answer")
+            raise
+        finally:
+            n_bytes = n_received or LEAST_READ_BYTES
+            self._remote.note_transfer(n_bytes, time.monotonic() - began)
+            arrival.close()
+
+    async def _touch(self, checkpoint: Checkpoint) -> None:
+        """Let the writer of a state know that somebody has read it."""
+        with suppress(CacheFault), self._remote.trying("upload"):
+            await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
+
+
+class Arrival:
+    """One file that is on its way, and how much of it was compared with the digests of its parts.
+
+    Everything here is for another thread.
+    """
+
+    def __init__(self, path: Path, parts: Iterable[FilePart], opening: Opening) -> None:
+        """Create the file; raises OSError."""
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0)
+        self._parts, self._opening = iter(parts), opening
+        self._digest, self._left_bytes = xxhash.xxh3_128(), 0
+        self._part: FilePart | None = None
+        self._next_part()
+
+    def take(self, data: bytes) -> None:
+        """Write what has come; raises StateFileMalformed or StateDamaged if it was not saved so."""
+        for plain in self._opening.take(data):
+            self._write(plain)
+
+    def end(self) -> None:
+        """Write the rest; raises StateFileMalformed or StateDamaged if something is missing."""
+        for plain in self._opening.last():
+            self._write(plain)
+        if self._part is not None:
+            raise StateFileMalformed("it was cut off")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            if self._part is None:
+                raise StateFileMalformed("it is longer than its record says")
+            some = view[: self._left_bytes]
+            self._digest.update(some)
+            self._file.write(some)
+            self._left_bytes -= len(some)
+            view = view[len(some) :]
+            if not self._left_bytes:
+                if self._digest.digest() != self._part.digest:
+                    raise StateFileMalformed("its checksum differs")
+                self._next_part()
+
+    def _next_part(self) -> None:
+        self._part = next(self._parts, None)
+        self._digest, self._left_bytes = xxhash.xxh3_128(), self._part.n_bytes if self._part else 0
+        if self._part is not None and self._left_bytes <= 0:
+            raise StateFileMalformed("its record has an empty part")
+
+
+class Uploads:
+    """Uploads what is worth it, within limits."""
+
+    def __init__(self, remote: Remote, limits: SharedLimits) -> None:
+        self._remote, self._store, self._limits = remote, remote.store, limits
+        self._uploaded = remote.index.value(_UPLOADED, Written) or Written()
+        self._pending = {c.id for c in self._store if not c.shared_id}
+        self._outdated: list[Checkpoint] = []
+        self._uploading: CheckpointId | None = None
+        """What is on its way, None once it is needless."""
+        self._wake, self._is_busy = asyncio.Event(), False
+        self._wake.set()
+
+    def note_committed(self, checkpoint: Checkpoint) -> None:
+        if not checkpoint.shared_id:
+            self._pending.add(checkpoint.id)
+            self._wake.set()
+
+    def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
+        """Delete a state that this proxy has put there once it is needless, refused or not wanted here.
+
+        One that only had to make room stays there: that is what the shared store is for.
+        """
+        is_over = reason in (Removal.SUPERSEDED, Removal.OPERATOR) or checkpoint.quarantine
+        if is_over and checkpoint.id == self._uploading:
+            self._uploading = None
+        if is_over and checkpoint.shared_id:
+            if objects.writer_of(checkpoint.shared_id) == self._remote.writer:
+                self._outdated.append(checkpoint)
+                self._wake.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Upload what waits, in at most so many *seconds*."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._is_busy or self._next() is not None:
+                    if self._remote.is_failing("upload"):
+                        break
+                    self._wake.set()
+                    await asyncio.sleep(0.02)
+
+    async def keep_up(self) -> None:
+        """Upload what was committed, then delete what is outdated, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._is_busy = True
+            try:
+                while (checkpoint := self._next()) is not None:
+                    self._uploading = checkpoint.id
+                    with self._remote.trying("upload"):
+                        await self._upload(checkpoint)
+                    self._pending.discard(checkpoint.id)
+                while self._outdated:
+                    await self._remote.delete(self._outdated[-1])
+                    self._outdated.pop()
+            except CacheFault as fault:
+                self._remote.log.info("an upload waits", why=str(fault))
+                await asyncio.sleep(self._remote.pause_seconds("upload", "delete") or 1.0)
+                self._wake.set()
+            except Exception as error:
+                self._remote.faults.record("share", error)
+            self._is_busy, self._uploading = False, None
+
+    def _next(self) -> Checkpoint | None:
+        """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over."""
+        present, best, most = self._remote.present(), None, 0.0
+        for checkpoint_id in tuple(self._pending):
+            checkpoint = self._store.get(checkpoint_id)
+            if checkpoint is None or checkpoint.shared_id or self._store.is_quarantined(checkpoint):
+                self._pending.discard(checkpoint_id)
+            elif (rates := present.rates_by.get(checkpoint.namespace)) is not None:
+                worth = spared_per_byte(checkpoint, rates, self._remote.link)
+                is_too_short = checkpoint.n_tokens < objects.STEP_TOKENS
+                if not worth or is_too_short or not self._may_upload(checkpoint.size_bytes):
+                    self._pending.discard(checkpoint_id)
+                elif worth > most:
+                    best, most = checkpoint, worth
+        return best
+
+    def _may_upload(self, n_bytes: int) -> bool:
+        limit = self._limits.upload_bytes_per_day
+        return not limit or self._uploaded.last_day_bytes(time.time()) + n_bytes <= limit
+
+    async def _upload(self, checkpoint: Checkpoint) -> None:
+        """Put a state there, then its record; raises CacheFault."""
+        remote, namespace = self._remote, checkpoint.namespace
+        owner, tokens = remote.owner(namespace), self._store.index.tokens(checkpoint.id)
+        if owner is None or tokens is None:
+            return
+        shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
+        folder = remote.folder_of(owner)
+        name = objects.name_of(folder, shared_id, STATE)
+        try:
+            # Its removal meanwhile does no harm: an open file stays.
+            with self._store.files.path(checkpoint.file_name).open("rb") as file:
+                data = self._paced(iter(partial(file.read, READ_BYTES), b""))
+                sealed = remote.sealing.seal(name, data)
+                await remote.bucket.write(name, sealed, checkpoint.size_bytes)
+        except OSError as error:
+            self._remote.log.info("a state is not there to be uploaded", why=in_words(error))
+            return
+        remote.metrics.shared_bytes.labels("up").inc(checkpoint.size_bytes)
+        claim = Claim(checkpoint.size_bytes, remote.present())
+        self._uploaded = self._uploaded.after(checkpoint.size_bytes, claim, time.time())
+        await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
+        meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
+        name = objects.name_of(folder, shared_id, META)
+        record = b"".join(remote.sealing.seal(name, [objects.encode_meta(meta)]))
+        await remote.bucket.write(name, [record], len(record))
+        entry = objects.entry_of(meta, shared_id, namespace)
+        await remote.enter(entry)
+        remote.metrics.shared_states.labels("up").inc()
+        self._store.change(checkpoint.id, shared_id=shared_id)
+        if self._uploading != checkpoint.id:
+            self._outdated.append(entry[0])
+
+    def _paced(self, data: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield *data* no faster than the limit allows; for a thread."""
+        for chunk in data:
+            if limit := self._limits.upload_bytes_per_second:
+                time.sleep(len(chunk) / limit)
+            yield chunk
