@@ -40,8 +40,18 @@ MIN_STRIDE_TOKENS = 32
 MIN_BRANCH_TOKENS = 64
 """If two prompts share this many tokens more than can be reused, the second stops there for a third."""
 
-MESSAGE_STOP_TOKENS = 256
-"""A stop inside a user message lies at least so many tokens behind its beginning and before its end."""
+MESSAGE_STOP_TOKENS = 1024
+"""A stop inside a user message lies at least so many tokens behind its beginning and before its end. A stop
+costs two short batches, about as much as 50 tokens, and one message in twenty (EDIT_SHARE) is changed."""
+
+CONTEXT_CHECKPOINT_MARGIN = 5
+"""llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
+"checkpoint the last"); a sliding-window model continues one token before it."""
+
+
+def own_point(n_prompt: int) -> int:
+    """Return where llama-server itself makes a context checkpoint, at the latest, near a prompt's end."""
+    return n_prompt - CONTEXT_CHECKPOINT_MARGIN + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,10 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
 
 
 def cuts_in_message(n_begin: int, n_end: int) -> Iterator[int]:
-    """Yield cuts in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
+    """Yield cuts in a user message from *n_begin* to *n_end*: 1,024, 2,048 ... tokens before its end.
 
     Users go back and change the end of a long message. With a context checkpoint at each cut, the unchanged
-    tokens that are evaluated again are no more than those from the change on, or 256.
+    tokens that are evaluated again are no more than those from the change on, or 1,024.
     """
     n_back = MESSAGE_STOP_TOKENS
     while n_end - n_back > n_begin:
@@ -92,10 +102,11 @@ def choose_stops(
     cuts: Cuts,
     candidates: tuple[Candidate, ...],
     n_reused: int,
+    n_prompt: int,
     *,
     shares_header: bool = False,
 ) -> tuple[Stop, ...]:
-    """Return the stops, ascending, for a prompt whose evaluation begins at *n_reused*.
+    """Return the stops, ascending, for a prompt of *n_prompt* tokens that is evaluated from *n_reused* on.
 
     With *shares_header* the header, with the surroundings if there are any, is saved as soon as it is
     evaluated, for requests in other slots.
@@ -118,7 +129,10 @@ def choose_stops(
             stops[n_cut] = Stop(n_cut, more_important)
     if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
+    n_own = own_point(n_prompt)
     for n_cut in _planted(rule, cuts):
+        if rule.kind is RuleKind.RESTORE_POINTS and is_near((n_own,), n_cut):
+            continue  # llama-server makes a context checkpoint there itself
         if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
             stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))

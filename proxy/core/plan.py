@@ -347,7 +347,9 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         alternatives.setdefault(way, start)
     return Plan(
         options[0],
-        choose_stops(now.rule, cuts, now.candidates, n_reused, shares_header=shares_header),
+        choose_stops(
+            now.rule, cuts, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
+        ),
         cuts,
         _why(now.rule, options),
         tuple(alternatives.values())[:N_ALTERNATIVES],

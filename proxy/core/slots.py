@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from proxy.core.cuts import MIN_BRANCH_TOKENS
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import (
     UNTITLED,
     Checkpoint,
@@ -355,10 +355,6 @@ def must_be_erased(
 
 # The predicted content of a slot after a prompt was evaluated in it; a save tells the real one.
 
-
-CONTEXT_CHECKPOINT_MARGIN = 5
-"""llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
-"checkpoint the last"); a sliding-window model continues one token before it."""
 
 UBATCH_TOKENS = 512
 """llama-server makes another one so many tokens before that: a batch (--ubatch-size by default)."""

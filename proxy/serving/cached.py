@@ -37,7 +37,7 @@ from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
-from proxy.serving.planning import displaced_state, first_save, look_up, plan_in, situation
+from proxy.serving.planning import first_save, look_up, plan_in, situation
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
@@ -255,9 +255,10 @@ class CachedRequest:
         """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.start.displacement.saves:
-            save = process.saves.write_back(slot_id)
-            with process.queue.announced(displaced_state(process, slot_id)):
-                await process.finish(self._lease, save)
+            start = self._plan.start
+            is_used = bool(start.n_reused) and not start.restored
+            save = process.saves.save_displaced(slot_id, is_used=is_used)
+            await process.finish(self._lease, save)
         await self._verify()
         # The save may have found tokens that must not be reused.
         content = process.slots[slot_id].content

@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
+from proxy.core.cuts import own_point
 from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_system, text_of
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
@@ -151,7 +152,7 @@ class PromptReader:
         newest = last_user if begins_turn else None
         header, message_end, last_turn_end, surroundings = await asyncio.gather(
             self._header(rendering),
-            self._message_end(rendering, is_wanted=begins_turn or rule.kind is RuleKind.END_ONLY),
+            self._message_end(rendering, rule, is_wanted=begins_turn),
             self._last_turn_end(rendering, newest),
             self._surroundings(rendering, newest),
         )
@@ -193,7 +194,8 @@ class PromptReader:
         others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._shared_with, rendering, newest, others)
         own = _last_text(message)
-        return await self._cut_at_ending(rendering, own, find) if own else (await find())[0]
+        kind = b"own"
+        return await self._cut_at_ending(rendering, kind, own, find) if own else (await find())[0]
 
     async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first user message's leading reminder ends; 0 if it begins with none.
@@ -222,16 +224,33 @@ class PromptReader:
         bodies = [with_messages(body, [*before, other, *behind]) for other in others]
         return min([await self._cut_before(rendering, other) for other in bodies])
 
-    async def _message_end(self, rendering: _RenderedPrompt, *, is_wanted: bool) -> int:
-        """Return the end of the last complete message: where the generation prompt begins."""
-        if not is_wanted:
+    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule, *, is_wanted: bool) -> int:
+        """Return the end of the last complete message: where the generation prompt begins.
+
+        A long generation prompt (`<|im_start|>assistant`, then `<think>`) begins as every answer does. If
+        llama-server itself makes a context checkpoint in that beginning, the end is there.
+        """
+        is_end_only = rule.kind is RuleKind.END_ONLY
+        if not is_wanted and not is_end_only:
             return 0
-        plain = with_messages(rendering.body, rendering.body.messages)
-        find = partial(self._cut_before, rendering, plain)
-        return min(await self._cut_at_ending(rendering, "", find), len(rendering.tokens) - 1)
+        body, n_own = rendering.body, own_point(len(rendering.tokens))
+        plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
+        n_end = min(
+            await self._cut_at_ending(rendering, b"end", "", plain), len(rendering.tokens) - 1
+        )
+        if is_end_only or n_own <= n_end:
+            return n_end
+        talk = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
+        answered = with_messages(body, [*body.messages, *talk])
+        find = partial(self._cut_before, rendering, answered)
+        return max(n_end, min(n_own, await self._cut_at_ending(rendering, b"answer", "", find)))
 
     async def _cut_at_ending(
-        self, rendering: _RenderedPrompt, own: str, find: Callable[[], Awaitable[tuple[int, int]]]
+        self,
+        rendering: _RenderedPrompt,
+        kind: bytes,
+        own: str,
+        find: Callable[[], Awaitable[tuple[int, int]]],
     ) -> int:
         """Return how many tokens come before a prompt's ending: *own* text, then text of the template.
 
@@ -240,7 +259,7 @@ class PromptReader:
         """
         text, messages = rendering.text, rendering.body.messages
         role = text_of(messages[-1], "role").encode()
-        key = _digest(b"own" if own else b"end", role + rendering_key(rendering.body, []))
+        key = _digest(kind, role + rendering_key(rendering.body, []))
         if key in self._endings and text.endswith(own + self._endings[key]):
             n_characters = len(text) - len(own) - len(self._endings[key])
             if n_cut := await self._tokens_before(rendering, n_characters):

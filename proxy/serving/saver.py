@@ -7,7 +7,7 @@ name until it is committed, so a half-checked file is garbage, and is swept.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -119,8 +119,12 @@ class Room:
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 
-    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+    async def save(
+        self, slot_id: SlotId, name: str, on_written: Callable[[], None] = lambda: None
+    ) -> SavedSlot:
         """Have a slot saved under a name that room was made for; the caller commits or deletes the file.
+
+        *on_written* is called when llama-server has written the file, before the file is checked.
 
         The file's real size is learned, and more room is made if it is larger than expected. Raises
         NoRoom, UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
@@ -137,6 +141,7 @@ class Room:
                 raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
             raise
         seconds = time.monotonic() - began
+        on_written()
         state, parts = await asyncio.to_thread(self._check, name, reply)
         # True for all builds before July 2026, and needlessly for some later ones.
         process.upstream.keeps_points_of_others = state.version <= 2

@@ -5,7 +5,7 @@ the holder of the slot's lease may save it. Every method leaves the table true, 
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,6 +40,7 @@ from proxy.errors import (
 )
 from proxy.llama.state_edits import Source, select_context_checkpoints
 from proxy.llama.state_file import StateFile, read_state_file
+from proxy.serving.planning import displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
 from proxy.store.files import StateFiles
@@ -54,29 +55,54 @@ class SlotSaves:
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
+    async def save_displaced(self, slot_id: SlotId, *, is_used: bool) -> None:
+        """Save what another request displaces from its slot, and let others wait for that state.
+
+        Unless that content *is_used* by the request, the request may go on as soon as llama-server has
+        written the file: the file is checked and committed beside it.
+        """
+        written = asyncio.Event()
+
+        async def save() -> None:
+            with self._process.queue.announced(displaced_state(self._process, slot_id)):
+                await self.write_back(slot_id, on_written=written.set)
+
+        saving = self._process.tasks.start(save())
+        saving.add_done_callback(lambda _: written.set())
+        await (asyncio.shield(saving) if is_used else written.wait())
+
     async def write_back(
         self,
         slot_id: SlotId,
         kind: CheckpointKind = CheckpointKind.CONVERSATION,
         *,
         is_just_predicted: bool = False,
+        on_written: Callable[[], None] = lambda: None,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
         Never raises a CacheFault: a failed save hurts no request. *is_just_predicted* says that the request
         which put the tokens there still has the slot. Other tokens in the file then mean that its prompt
-        was tokenized differently.
+        was tokenized differently. From *on_written* on another request may use the slot; then the slot's
+        entry in the slot table is left alone.
         """
+        held: Content | None = None
+
+        def note_written() -> None:
+            nonlocal held
+            held = self._table[slot_id].content
+            on_written()
+
         if not is_write_back_due(self._process.rule, self._table[slot_id].content):
             return None
         try:
             with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
                 async with self._process.room.for_slot(self._table[slot_id].content) as name:
                     await self._cut_back(slot_id)
-                    return await self._save(slot_id, kind, name, is_just_predicted)
+                    return await self._save(slot_id, kind, name, is_just_predicted, note_written)
         except NoRoom:
             before = self._table[slot_id].content
-            self._give_up(slot_id)
+            self._give_up(slot_id, held)
             self._postponed[slot_id] = before, self._table[slot_id].content
             return None
         except Exception as error:
@@ -88,7 +114,7 @@ class SlotSaves:
                 self._process.faults.count("save")  # /health tells of it
             else:
                 self._process.faults.record("save", error)
-            self._give_up(slot_id)
+            self._give_up(slot_id, held)
             return None
 
     def take_up_postponed(self) -> None:
@@ -98,13 +124,21 @@ class SlotSaves:
                 self._table.set_content(slot_id, before)
         self._postponed.clear()
 
-    def _give_up(self, slot_id: SlotId) -> None:
+    def _give_up(self, slot_id: SlotId, held: Content | None) -> None:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
-        match self._table[slot_id].content:
-            case Known() as content:
-                self._table.set_content(slot_id, replace(content, n_saved=content.n_tokens))
-            case Unknown() as content:
-                self._table.set_content(slot_id, replace(content, can_be_adopted=False))
+        match content := self._table[slot_id].content:
+            case Known():
+                given_up: Content = replace(content, n_saved=content.n_tokens)
+            case Unknown():
+                given_up = replace(content, can_be_adopted=False)
+            case _:
+                return
+        self._note(slot_id, content if held is None else held, given_up)
+
+    def _note(self, slot_id: SlotId, held: Content, content: Content) -> None:
+        """Note the *content* of a slot, unless the slot was used since it *held* what was saved."""
+        if self._table[slot_id].content is held:
+            self._table.set_content(slot_id, content)
 
     async def _cut_back(self, slot_id: SlotId) -> None:
         content = self._table[slot_id].content
@@ -121,15 +155,20 @@ class SlotSaves:
         self._table.set_content(slot_id, target)
 
     async def _save(
-        self, slot_id: SlotId, kind: CheckpointKind, name: str, is_just_predicted: bool
+        self,
+        slot_id: SlotId,
+        kind: CheckpointKind,
+        name: str,
+        is_just_predicted: bool,
+        on_written: Callable[[], None],
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
         self._process.require_alive()
-        saved = await self._process.room.save(slot_id, name)
+        saved = await self._process.room.save(slot_id, name, on_written)
         if not saved.state.tokens and self._process.clears_idle_slots:
             # Its request ended just when another one started.
-            self._table.set_content(slot_id, Empty())
+            self._note(slot_id, content, Empty())
             return None
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._process.require_alive()
@@ -141,12 +180,12 @@ class SlotSaves:
     ) -> None:
         """Compare a saved file with the slot's expected content; the file is the truth."""
         if state.n_media or -1 in state.tokens:
-            self._table.set_content(slot_id, TAINTED)
+            self._note(slot_id, content, TAINTED)
             raise SaveRejected("the slot holds media")
         if not isinstance(content, Known):
             return
         if not state.tokens:
-            self._table.set_content(slot_id, Empty())
+            self._note(slot_id, content, Empty())
             self._metrics.drift.inc()
             if self._process.clears_idle_slots is None:
                 self._process.note_clearing(clears=True)
@@ -156,7 +195,7 @@ class SlotSaves:
                 self._process.n_believed_points, content.restore_points, state.restore_points
             )
             return
-        self._table.set_content(slot_id, TAINTED)
+        self._note(slot_id, content, TAINTED)
         # Another client's request would hardly have left exactly as many tokens.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
@@ -171,7 +210,8 @@ class SlotSaves:
         """Commit the checked file of a slot that held *content*; None if nothing new is in it."""
         state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
         if namespace is None or not state.tokens:
-            self._table.set_content(slot_id, Empty() if not state.tokens else content)
+            if not state.tokens:
+                self._note(slot_id, content, Empty())
             return None
         relatives = list(store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
@@ -187,7 +227,8 @@ class SlotSaves:
         title = title_of(new.title, family, relatives)
         new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
         checkpoint = await store.commit(new, state.tokens)
-        self._table[slot_id].note_save(checkpoint)
+        if self._table[slot_id].content is content:
+            self._table[slot_id].note_save(checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
         if rule != self._process.rule:
@@ -267,7 +308,7 @@ class SlotSaves:
             saved_points=checkpoint.restore_points if checkpoint else old.saved_points,
             n_points_at_most=len(state.restore_points) or old.n_points_at_most,
         )
-        self._table.set_content(slot_id, now_held)
+        self._note(slot_id, content, now_held)
 
     def _namespace_of(self, content: Content) -> Namespace | None:
         if not self._process.can_cache:

@@ -96,7 +96,7 @@ async def test_state_that_llama_server_dies_over_at_a_stop_is_quarantined(
         await rig.chat("b")
         await rig.settled()
         said = first.content["choices"][0]["message"]
-        more = {"role": "user", "content": text("more", 200)}
+        more = {"role": "user", "content": text("more", 2500)}  # long enough for a stop inside
         rig.server.faults.dies_at["evaluate"] = 1
         await rig.chat([*question("a"), said, more])
         assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)

@@ -66,7 +66,7 @@ async def test_displaced_work_of_another_tenant_is_saved_for_him(
     async with start_rig(n_slots=1, idle_save_seconds=60.0, **tenants) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="bob")).n_reused == 0
-        assert rig.checkpoints == [("conversation", 312)]
+        await until(lambda: rig.checkpoints == [("conversation", 312)])
         assert (await rig.chat("a", key="alice")).n_reused == 308
 
 

@@ -86,6 +86,11 @@ _SUMMED_UP = {
 }
 _SAID = {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]}
 _ASKED = {"role": "user", "content": [{"type": "text", "text": prose(7, 30)}]}
+_ANSWERED = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": "Yes.", "annotations": []}],
+}
 _ITEM = {
     **{"type": "message", "role": "user"},
     "content": [{"type": "input_text", "text": prose(7, 30)}],
@@ -124,7 +129,7 @@ OF_MESSAGES = [
 ]
 OF_RESPONSES = [
     Mutation("the same again", RESPONSES, None, lambda body: None, is_reused=True),
-    Mutation("next turn", RESPONSES, None, _end("input", _ITEM), is_reused=True),
+    Mutation("next turn", RESPONSES, None, _end("input", _ANSWERED, _ITEM), is_reused=True),
     Mutation("another limit", RESPONSES, None, _set(max_output_tokens=3), is_reused=True),
     Mutation("model", RESPONSES, "model_changed", _set(model="other")),
     Mutation("model, all reused", RESPONSES, None, _set(model="other"), is_reused=True),

@@ -22,19 +22,20 @@ from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
 
 CUTS = Cuts(header=1000, turn_start=2000, message_end=3000)
+N_PROMPT = 9000
 
 
 @pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
 def test_choose_stops_where_no_stop_helps_returns_none(rule: Rule) -> None:
-    assert choose_stops(rule, CUTS, (), 0) == ()
+    assert choose_stops(rule, CUTS, (), 0, N_PROMPT) == ()
 
 
 def test_choose_stops_under_restore_points_plants_points_without_saving() -> None:
-    assert choose_stops(RESTORE_POINTS, CUTS, (), 0) == (Stop(1000), Stop(2000))
+    assert choose_stops(RESTORE_POINTS, CUTS, (), 0, N_PROMPT) == (Stop(1000), Stop(2000))
 
 
 def test_choose_stops_under_end_only_saves_header_and_turn_start() -> None:
-    assert choose_stops(END_ONLY, CUTS, (), 0) == (
+    assert choose_stops(END_ONLY, CUTS, (), 0, N_PROMPT) == (
         Stop(1000, CheckpointKind.HEADER),
         Stop(2000, CheckpointKind.TURN_START),
         Stop(3000),
@@ -42,23 +43,23 @@ def test_choose_stops_under_end_only_saves_header_and_turn_start() -> None:
 
 
 def test_choose_stops_beyond_what_is_reused_leaves_the_rest_out() -> None:
-    assert choose_stops(END_ONLY, CUTS, (), 1990) == (Stop(3000),)
-    assert choose_stops(END_ONLY, CUTS, (), 3000) == ()
+    assert choose_stops(END_ONLY, CUTS, (), 1990, N_PROMPT) == (Stop(3000),)
+    assert choose_stops(END_ONLY, CUTS, (), 3000, N_PROMPT) == ()
 
 
 def test_choose_stops_at_a_turn_start_that_ends_the_prompt_saves_it_once() -> None:
     cuts = Cuts(header=0, turn_start=500, message_end=500)
-    assert choose_stops(END_ONLY, cuts, (), 0) == (Stop(500, CheckpointKind.TURN_START),)
+    assert choose_stops(END_ONLY, cuts, (), 0, N_PROMPT) == (Stop(500, CheckpointKind.TURN_START),)
 
 
 def test_choose_stops_at_a_short_cut_is_not_worth_it() -> None:
     cuts = Cuts(header=MIN_CUT_TOKENS - 1, turn_start=MIN_CUT_TOKENS)
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(MIN_CUT_TOKENS),)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(MIN_CUT_TOKENS),)
 
 
 def test_choose_stops_at_a_cut_that_a_checkpoint_covers_leaves_it_out() -> None:
     stored = candidate(5000, 4000, restore_points=(1000 - SLACK_TOKENS,))
-    assert choose_stops(RESTORE_POINTS, CUTS, (stored,), 0) == (Stop(2000),)
+    assert choose_stops(RESTORE_POINTS, CUTS, (stored,), 0, N_PROMPT) == (Stop(2000),)
 
 
 def test_is_covered_by_a_state_that_diverges_before_the_cut_is_false() -> None:
@@ -72,14 +73,14 @@ def test_is_covered_at_the_very_end_of_a_state_is_true() -> None:
 
 def test_choose_stops_under_restore_points_plants_points_where_conversations_fork() -> None:
     cuts = replace(CUTS, last_turn_end=1800, branch=1400)
-    stops = choose_stops(RESTORE_POINTS, cuts, (), 0)
+    stops = choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT)
     assert stops == (Stop(1000), Stop(1400), Stop(1800), Stop(2000))
 
 
 def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_before_ends() -> None:
     """The live slot has that point, although no file will."""
     cuts = replace(CUTS, last_turn_end=1800, branch=1400)
-    assert choose_stops(END_ONLY, cuts, (), 0) == (
+    assert choose_stops(END_ONLY, cuts, (), 0, N_PROMPT) == (
         Stop(1000, CheckpointKind.HEADER),
         Stop(1400, CheckpointKind.BRANCH),
         Stop(1800),
@@ -89,14 +90,31 @@ def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_be
 
 
 def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end() -> None:
-    cuts = Cuts(header=1000, turn_start=4000, message_end=4000)
-    inside = (Stop(1952), Stop(2976), Stop(3488), Stop(3744))
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000), *inside, Stop(4000))
-    assert choose_stops(RESTORE_POINTS, cuts, (), 3490) == (Stop(3744), Stop(4000))
-    behind_a_turn = replace(cuts, last_turn_end=3300)
-    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 3300) == (Stop(3744), Stop(4000))
-    later_in_the_turn = replace(cuts, message_end=5000)
-    assert choose_stops(RESTORE_POINTS, later_in_the_turn, (), 0) == (Stop(1000), Stop(4000))
+    cuts = Cuts(header=1000, turn_start=8000, message_end=8000)
+    inside = (Stop(3904), Stop(5952), Stop(6976))
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(1000), *inside, Stop(8000))
+    assert choose_stops(RESTORE_POINTS, cuts, (), 6490, N_PROMPT) == (Stop(6976), Stop(8000))
+    behind_a_turn = replace(cuts, last_turn_end=5500)
+    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 5500, N_PROMPT) == (
+        Stop(6976),
+        Stop(8000),
+    )
+    later_in_the_turn = replace(cuts, message_end=8500)
+    assert choose_stops(RESTORE_POINTS, later_in_the_turn, (), 0, N_PROMPT) == (
+        Stop(1000),
+        Stop(8000),
+    )
+
+
+def test_choose_stops_at_the_end_of_a_prompt_leaves_it_to_llama_server() -> None:
+    for n_tail in (0, 4):  # of the generation prompt, as far as no answer repeats it
+        cuts = Cuts(turn_start=N_PROMPT - n_tail, message_end=N_PROMPT - n_tail)
+        assert choose_stops(RESTORE_POINTS, cuts, (), 8500, N_PROMPT) == ()
+    cuts = Cuts(turn_start=N_PROMPT - 5, message_end=N_PROMPT - 5)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 8500, N_PROMPT) == (Stop(cuts.turn_start),)
+    assert choose_stops(END_ONLY, cuts, (), 8500, N_PROMPT) == (
+        Stop(cuts.turn_start, CheckpointKind.TURN_START),
+    )
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 5000))
@@ -111,50 +129,57 @@ def test_a_change_in_a_message_costs_at_most_as_many_tokens_before_it_as_behind_
 
 def test_choose_stops_of_two_close_cuts_plants_the_lower_one() -> None:
     cuts = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS - 1)
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000),)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(1000),)
     cuts = Cuts(header=1000, branch=1000 - MIN_STRIDE_TOKENS + 1)
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(cuts.branch),)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(cuts.branch),)
     apart = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS)
-    assert choose_stops(RESTORE_POINTS, apart, (), 0) == (Stop(1000), Stop(apart.turn_start))
+    assert choose_stops(RESTORE_POINTS, apart, (), 0, N_PROMPT) == (
+        Stop(1000),
+        Stop(apart.turn_start),
+    )
 
 
 def test_choose_stops_under_end_only_plants_nothing_that_costs_the_next_stop_its_point() -> None:
     near = Cuts(message_end=3000, last_turn_end=3000 - END_ONLY.stride_tokens + 1)
-    assert choose_stops(END_ONLY, near, (), 0) == (Stop(3000),)
+    assert choose_stops(END_ONLY, near, (), 0, N_PROMPT) == (Stop(3000),)
     apart = replace(near, last_turn_end=3000 - END_ONLY.stride_tokens)
-    assert choose_stops(END_ONLY, apart, (), 0) == (Stop(apart.last_turn_end), Stop(3000))
+    assert choose_stops(END_ONLY, apart, (), 0, N_PROMPT) == (Stop(apart.last_turn_end), Stop(3000))
 
 
 def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:
     rule = Rule(RuleKind.RESTORE_POINTS, end_holds_from=2500)
     cuts = replace(CUTS, last_turn_end=1800, branch=1400)
-    assert choose_stops(rule, cuts, (), 0) == (Stop(1000), Stop(1400))
+    assert choose_stops(rule, cuts, (), 0, N_PROMPT) == (Stop(1000), Stop(1400))
 
 
 @pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
 def test_choose_stops_that_share_the_header_save_it(rule: Rule) -> None:
-    stops = choose_stops(rule, Cuts(header=1000), (), 0, shares_header=True)
+    stops = choose_stops(rule, Cuts(header=1000), (), 0, N_PROMPT, shares_header=True)
     assert stops == (Stop(1000, CheckpointKind.HEADER),)
     stored = candidate(1000, 1000)
-    assert choose_stops(rule, Cuts(header=1000), (stored,), 0, shares_header=True) == ()
-    assert choose_stops(rule, Cuts(header=1000), (), 1000, shares_header=True) == ()
+    assert choose_stops(rule, Cuts(header=1000), (stored,), 0, N_PROMPT, shares_header=True) == ()
+    assert choose_stops(rule, Cuts(header=1000), (), 1000, N_PROMPT, shares_header=True) == ()
 
 
 def test_choose_stops_behind_an_agents_surroundings_share_them_with_the_header() -> None:
     cuts = Cuts(header=1000, turn_start=2000, message_end=2000, surroundings=1500)
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000), Stop(1500), Stop(2000))
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (
+        Stop(1000),
+        Stop(1500),
+        Stop(2000),
+    )
     shared = Stop(1500, CheckpointKind.CONVERSATION)
-    stops = choose_stops(RESTORE_POINTS, cuts, (), 0, shares_header=True)
+    stops = choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT, shares_header=True)
     assert stops == (Stop(1000), shared, Stop(2000))
-    assert choose_stops(ANY_PREFIX, cuts, (), 0, shares_header=True) == (shared,)
-    ends = choose_stops(END_ONLY, cuts, (), 0, shares_header=True)
+    assert choose_stops(ANY_PREFIX, cuts, (), 0, N_PROMPT, shares_header=True) == (shared,)
+    ends = choose_stops(END_ONLY, cuts, (), 0, N_PROMPT, shares_header=True)
     assert ends[:2] == (Stop(1000, CheckpointKind.HEADER), Stop(1500))
     window = Rule(RuleKind.RESTORE_POINTS, end_holds_from=2500)
-    assert choose_stops(window, cuts, (), 0) == (Stop(1000),)
+    assert choose_stops(window, cuts, (), 0, N_PROMPT) == (Stop(1000),)
 
 
 def test_choose_stops_without_a_rule_shares_no_header() -> None:
-    assert choose_stops(NOTHING, CUTS, (), 0, shares_header=True) == ()
+    assert choose_stops(NOTHING, CUTS, (), 0, N_PROMPT, shares_header=True) == ()
 
 
 @given(
@@ -166,7 +191,7 @@ def test_choose_stops_without_a_rule_shares_no_header() -> None:
 def test_choose_stops_of_anything_ascend_beyond_what_is_reused(
     kind: RuleKind, cuts: Cuts, n_reused: int, shares_header: bool
 ) -> None:
-    stops = choose_stops(Rule(kind), cuts, (), n_reused, shares_header=shares_header)
+    stops = choose_stops(Rule(kind), cuts, (), n_reused, N_PROMPT, shares_header=shares_header)
     lengths = [stop.n_tokens for stop in stops]
     assert lengths == sorted(set(lengths))
     assert all(n > n_reused + SLACK_TOKENS and n >= MIN_CUT_TOKENS for n in lengths)

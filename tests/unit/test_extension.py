@@ -109,8 +109,8 @@ def test_llama_server_may_choose_a_slot_whose_content_is_unknown() -> None:
 def test_long_message_of_the_user_is_planned_where_a_stop_gains_something() -> None:
     short = conversation(*TURN, "assistant", "user", size_bytes=SHORT_MESSAGE_BYTES)
     long = conversation(*TURN, "assistant", "user", size_bytes=SHORT_MESSAGE_BYTES + 1)
-    assert (found(short, HELD), found(long, HELD)) == (0, None)
-    assert found(long, HELD, rule=ANY_PREFIX) == 0
+    assert [found(each, HELD, n_ctx=20_000) for each in (short, long)] == [0, None]
+    assert found(long, HELD, rule=ANY_PREFIX, n_ctx=20_000) == 0
 
 
 def test_turn_start_that_only_a_file_has_is_restored() -> None:
