@@ -40,9 +40,12 @@ MIN_STRIDE_TOKENS = 32
 MIN_BRANCH_TOKENS = 64
 """If two prompts share this many tokens more than can be reused, the second stops there for a third."""
 
-MESSAGE_STOP_TOKENS = 1024
-"""A stop inside a user message lies at least so many tokens behind its beginning and before its end. A stop
-costs two short batches, about as much as 50 tokens, and one message in twenty (EDIT_SHARE) is changed."""
+LONG_MESSAGE_TOKENS = 2048
+"""A shorter user message gets no stops inside: a stop costs two short batches, about as much as 50 tokens,
+and few messages are changed."""
+
+MESSAGE_STOP_TOKENS = 256
+"""A stop inside a user message lies at least so many tokens behind its beginning and before its end."""
 
 CONTEXT_CHECKPOINT_MARGIN = 5
 """llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
@@ -86,10 +89,10 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
 
 
 def cuts_in_message(n_begin: int, n_end: int) -> Iterator[int]:
-    """Yield cuts in a user message from *n_begin* to *n_end*: 1,024, 2,048 ... tokens before its end.
+    """Yield cuts in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
 
     Users go back and change the end of a long message. With a context checkpoint at each cut, the unchanged
-    tokens that are evaluated again are no more than those from the change on, or 1,024.
+    tokens that are evaluated again are no more than those from the change on, or 256.
     """
     n_back = MESSAGE_STOP_TOKENS
     while n_end - n_back > n_begin:
@@ -167,8 +170,9 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     if rule.kind is RuleKind.ANY_PREFIX:
         return []
     inside: Iterable[int] = ()
-    if cuts.turn_start == cuts.message_end:  # the prompt ends with a user message
-        n_begin = max(cuts.shared, cuts.last_turn_end)
+    n_begin = max(cuts.shared, cuts.last_turn_end)
+    is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
+    if cuts.turn_start == cuts.message_end and is_long:  # the prompt ends with a user message
         inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
     if rule.kind is RuleKind.END_ONLY:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})

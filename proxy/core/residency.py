@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isinf
 
-from proxy.core.cuts import MESSAGE_STOP_TOKENS, is_near
+from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
 from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
@@ -40,8 +40,8 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
 
-SHORT_MESSAGE_BYTES = 6 * MESSAGE_STOP_TOKENS
-"""A shorter user message has hardly ever a stop inside, and llama-server itself makes context checkpoints
+SHORT_MESSAGE_BYTES = 3 * LONG_MESSAGE_TOKENS
+"""A shorter user message hardly ever gets a stop inside, and llama-server itself makes context checkpoints
 where it begins and where it ends."""
 _FRAME_TOKENS = 64
 """The most tokens that a template writes around a message."""

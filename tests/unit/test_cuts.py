@@ -91,12 +91,19 @@ def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_be
 
 def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end() -> None:
     cuts = Cuts(header=1000, turn_start=8000, message_end=8000)
-    inside = (Stop(3904), Stop(5952), Stop(6976))
+    inside = (Stop(3904), Stop(5952), Stop(6976), Stop(7488), Stop(7744))
     assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(1000), *inside, Stop(8000))
-    assert choose_stops(RESTORE_POINTS, cuts, (), 6490, N_PROMPT) == (Stop(6976), Stop(8000))
-    behind_a_turn = replace(cuts, last_turn_end=5500)
-    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 5500, N_PROMPT) == (
+    assert choose_stops(RESTORE_POINTS, cuts, (), 6490, N_PROMPT) == (
         Stop(6976),
+        Stop(7488),
+        Stop(7744),
+        Stop(8000),
+    )
+    behind_a_turn = replace(cuts, last_turn_end=5900)
+    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 5900, N_PROMPT) == (
+        Stop(6976),
+        Stop(7488),
+        Stop(7744),
         Stop(8000),
     )
     later_in_the_turn = replace(cuts, message_end=8500)
@@ -108,9 +115,11 @@ def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end()
 
 def test_choose_stops_at_the_end_of_a_prompt_leaves_it_to_llama_server() -> None:
     for n_tail in (0, 4):  # of the generation prompt, as far as no answer repeats it
-        cuts = Cuts(turn_start=N_PROMPT - n_tail, message_end=N_PROMPT - n_tail)
+        end = N_PROMPT - n_tail
+        cuts = Cuts(turn_start=end, message_end=end, last_turn_end=8500)
         assert choose_stops(RESTORE_POINTS, cuts, (), 8500, N_PROMPT) == ()
-    cuts = Cuts(turn_start=N_PROMPT - 5, message_end=N_PROMPT - 5)
+    end = N_PROMPT - 5
+    cuts = Cuts(turn_start=end, message_end=end, last_turn_end=8500)
     assert choose_stops(RESTORE_POINTS, cuts, (), 8500, N_PROMPT) == (Stop(cuts.turn_start),)
     assert choose_stops(END_ONLY, cuts, (), 8500, N_PROMPT) == (
         Stop(cuts.turn_start, CheckpointKind.TURN_START),

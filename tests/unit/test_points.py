@@ -231,7 +231,7 @@ INSIDE = [3750, 3500, 3000]
 
 def test_edit_cuts_lie_in_the_newest_user_message_the_nearest_to_its_end_first() -> None:
     content = Known(run_of(9000), NAMESPACE, header=1000, turn_start=8000, marks=(1500, 2500, 8500))
-    assert edit_cuts(content) == [6976, 5952, 3904]
+    assert edit_cuts(content) == [7744, 7488, 6976, 5952, 3904]
     assert edit_cuts(Known(run_of(5000), NAMESPACE)) == []
 
 
