@@ -93,7 +93,8 @@ async def settle(processes: Iterable[Process], seconds: float) -> None:
 async def _drain(process: Process, seconds: float) -> None:
     """Save every dirty slot, and log how many were saved."""
     process.saves.take_up_postponed()
-    if saves := _begin_saves(process, None):
+    _begin_saves(process, None)
+    if saves := process.saves.under_way.copy():
         await asyncio.wait(saves, timeout=seconds)
         n_saved = sum(task.done() and task.result() is not None for task in saves)
         get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
@@ -107,21 +108,19 @@ async def _settle(process: Process, seconds: float) -> None:
     await _drain(process, seconds)
 
 
-def _begin_saves(process: Process, idle_seconds: float | None) -> list["asyncio.Task[object]"]:
+def _begin_saves(process: Process, idle_seconds: float | None) -> None:
     """Begin to save the slots that are idle for *idle_seconds* and worth it; if None, all dirty slots."""
     due = [s for s in process.slots if is_due(process, s, idle_seconds)]
     # Without a turn, a request is starting on a server that clears idle slots: it saves them itself.
     if not due or (turn := process.launches.try_turn()) is None:
-        return []
-    saves: list[asyncio.Task[object]] = []
+        return
+    writing = []
     for slot in due:
         if lease := process.queue.try_lease(slot.id):
-            work = process.saves.write_back(slot.id)
-            saves.append(process.tasks.start(work))
-            lease.hand_over(saves[-1])
-    done = asyncio.gather(*saves, return_exceptions=True)
+            writing.append(process.saves.begin(slot.id))
+            lease.hand_over(writing[-1])
+    done = asyncio.gather(*writing)
     done.add_done_callback(lambda _: turn.end())
-    return saves
 
 
 def _all_slots(table: SlotTable) -> Choice[None] | None:

@@ -255,10 +255,7 @@ class CachedRequest:
         """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.start.displacement.saves:
-            start = self._plan.start
-            is_used = bool(start.n_reused) and not start.restored
-            save = process.saves.save_displaced(slot_id, is_used=is_used)
-            await process.finish(self._lease, save)
+            await process.finish(self._lease, process.saves.write_out(slot_id))
         await self._verify()
         # The save may have found tokens that must not be reused.
         content = process.slots[slot_id].content
@@ -543,5 +540,4 @@ class CachedRequest:
             return  # another request may be running in this slot already
         content = process.slots[slot_id].content
         if not is_at_risk or is_cut_at_risk(process.rule, content, process.n_believed_points):
-            save = process.saves.write_back(slot_id, is_just_predicted=True)
-            self._lease.hand_over(process.tasks.start(save))
+            self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))

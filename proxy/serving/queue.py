@@ -102,7 +102,7 @@ class Lease(Generic[C]):
         self.slot_ids, self.reason = (slot_id,), reason
         self.give_up(left)
 
-    def hand_over(self, task: "asyncio.Task[Any]") -> None:
+    def hand_over(self, task: "asyncio.Future[Any]") -> None:
         """Leave the slots to *task*: they are given back when the task ends, in any way."""
         for slot_id in self._held:
             self._queue.table[slot_id].close_lease()

@@ -54,22 +54,35 @@ class SlotSaves:
         self._table = process.slots
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
+        self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
-    async def save_displaced(self, slot_id: SlotId, *, is_used: bool) -> None:
-        """Save what another request displaces from its slot, and let others wait for that state.
+    def begin(self, slot_id: SlotId, *, is_just_predicted: bool = False) -> "asyncio.Future[None]":
+        """Begin to save a slot as `write_back` does; other requests can wait for the state.
 
-        Unless that content *is_used* by the request, the request may go on as soon as llama-server has
-        written the file: the file is checked and committed beside it.
+        The future is done as soon as llama-server has written the file: from then on the slot is needed no
+        longer. The file is checked and committed beside the next request.
         """
-        written = asyncio.Event()
+        written = asyncio.get_running_loop().create_future()
 
-        async def save() -> None:
+        def note_written(_: object = None) -> None:
+            if not written.done():
+                written.set_result(None)
+
+        async def save() -> Checkpoint | None:
             with self._process.queue.announced(displaced_state(self._process, slot_id)):
-                await self.write_back(slot_id, on_written=written.set)
+                return await self.write_back(
+                    slot_id, is_just_predicted=is_just_predicted, on_written=note_written
+                )
 
         saving = self._process.tasks.start(save())
-        saving.add_done_callback(lambda _: written.set())
-        await (asyncio.shield(saving) if is_used else written.wait())
+        self.under_way.add(saving)
+        saving.add_done_callback(note_written)
+        saving.add_done_callback(self.under_way.discard)
+        return written
+
+    async def write_out(self, slot_id: SlotId) -> None:
+        """Begin to save a slot; return as soon as llama-server has written the file."""
+        await self.begin(slot_id)
 
     async def write_back(
         self,
@@ -86,11 +99,11 @@ class SlotSaves:
         was tokenized differently. From *on_written* on another request may use the slot; then the slot's
         entry in the slot table is left alone.
         """
-        held: Content | None = None
+        is_written = False
 
         def note_written() -> None:
-            nonlocal held
-            held = self._table[slot_id].content
+            nonlocal is_written
+            is_written = True
             on_written()
 
         if not is_write_back_due(self._process.rule, self._table[slot_id].content):
@@ -101,9 +114,9 @@ class SlotSaves:
                     await self._cut_back(slot_id)
                     return await self._save(slot_id, kind, name, is_just_predicted, note_written)
         except NoRoom:
-            before = self._table[slot_id].content
-            self._give_up(slot_id, held)
-            self._postponed[slot_id] = before, self._table[slot_id].content
+            if not is_written:
+                before = self._table[slot_id].content
+                self._postponed[slot_id] = before, self._give_up(slot_id)
             return None
         except Exception as error:
             # The request that needs the slot must not fail because the slot could not be saved.
@@ -114,7 +127,8 @@ class SlotSaves:
                 self._process.faults.count("save")  # /health tells of it
             else:
                 self._process.faults.record("save", error)
-            self._give_up(slot_id, held)
+            if not is_written:
+                self._give_up(slot_id)
             return None
 
     def take_up_postponed(self) -> None:
@@ -124,16 +138,16 @@ class SlotSaves:
                 self._table.set_content(slot_id, before)
         self._postponed.clear()
 
-    def _give_up(self, slot_id: SlotId, held: Content | None) -> None:
+    def _give_up(self, slot_id: SlotId) -> Content:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
-        match content := self._table[slot_id].content:
+        content = self._table[slot_id].content
+        match content:
             case Known():
-                given_up: Content = replace(content, n_saved=content.n_tokens)
+                content = replace(content, n_saved=content.n_tokens)
             case Unknown():
-                given_up = replace(content, can_be_adopted=False)
-            case _:
-                return
-        self._note(slot_id, content if held is None else held, given_up)
+                content = replace(content, can_be_adopted=False)
+        self._table.set_content(slot_id, content)
+        return content
 
     def _note(self, slot_id: SlotId, held: Content, content: Content) -> None:
         """Note the *content* of a slot, unless the slot was used since it *held* what was saved."""
@@ -163,29 +177,37 @@ class SlotSaves:
         on_written: Callable[[], None],
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
-        content = self._table[slot_id].content
+        content = held = self._table[slot_id].content
+
+        def note_written() -> None:
+            nonlocal held
+            self._process.require_alive()
+            held = self._give_up(slot_id)
+            on_written()
+
         self._process.require_alive()
-        saved = await self._process.room.save(slot_id, name, on_written)
+        saved = await self._process.room.save(slot_id, name, note_written)
         if not saved.state.tokens and self._process.clears_idle_slots:
             # Its request ended just when another one started.
-            self._note(slot_id, content, Empty())
+            self._note(slot_id, held, Empty())
             return None
-        self._require_expected(slot_id, content, saved.state, is_just_predicted)
-        self._process.require_alive()
+        try:
+            self._require_expected(content, saved.state, is_just_predicted)
+        except SaveRejected:
+            self._note(slot_id, held, TAINTED if saved.state.tokens else Empty())
+            raise
         self._metrics.save_seconds.observe(saved.seconds)
-        return await self.commit(slot_id, content, kind, saved)
+        return await self.commit(slot_id, content, kind, saved, held)
 
     def _require_expected(
-        self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
+        self, content: Content, state: StateFile, is_just_predicted: bool
     ) -> None:
-        """Compare a saved file with the slot's expected content; the file is the truth."""
+        """Compare a saved file with the slot's expected content; raises SaveRejected if they differ."""
         if state.n_media or -1 in state.tokens:
-            self._note(slot_id, content, TAINTED)
             raise SaveRejected("the slot holds media")
         if not isinstance(content, Known):
             return
         if not state.tokens:
-            self._note(slot_id, content, Empty())
             self._metrics.drift.inc()
             if self._process.clears_idle_slots is None:
                 self._process.note_clearing(clears=True)
@@ -195,7 +217,6 @@ class SlotSaves:
                 self._process.n_believed_points, content.restore_points, state.restore_points
             )
             return
-        self._note(slot_id, content, TAINTED)
         # Another client's request would hardly have left exactly as many tokens.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
@@ -205,19 +226,28 @@ class SlotSaves:
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
 
     async def commit(
-        self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
+        self,
+        slot_id: SlotId,
+        content: Content,
+        kind: CheckpointKind,
+        saved: SavedSlot,
+        held: Content | None = None,
     ) -> Checkpoint | None:
-        """Commit the checked file of a slot that held *content*; None if nothing new is in it."""
+        """Commit the checked file of a slot that held *content*; None if nothing new is in it.
+
+        The slot's entry in the table is left alone if it is no longer *held* (by default that content).
+        """
+        held = content if held is None else held
         state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
         if namespace is None or not state.tokens:
             if not state.tokens:
-                self._note(slot_id, content, Empty())
+                self._note(slot_id, held, Empty())
             return None
         relatives = list(store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
-            self._note_saved(slot_id, content, namespace, state, None)
+            self._note(slot_id, held, _as_saved(content, namespace, state, None))
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
@@ -227,9 +257,9 @@ class SlotSaves:
         title = title_of(new.title, family, relatives)
         new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
         checkpoint = await store.commit(new, state.tokens)
-        if self._table[slot_id].content is content:
+        if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
-        self._note_saved(slot_id, content, namespace, state, checkpoint)
+        self._note(slot_id, held, _as_saved(content, namespace, state, checkpoint))
         rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
         if rule != self._process.rule:
             await self._process.learn_rule(rule)
@@ -287,29 +317,6 @@ class SlotSaves:
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, selection.keys() <= set(saved.state.restore_points)
 
-    def _note_saved(
-        self,
-        slot_id: SlotId,
-        content: Content,
-        namespace: Namespace,
-        state: StateFile,
-        checkpoint: Checkpoint | None,
-    ) -> None:
-        """Note the slot's content as its file tells; the slot may have more points than the file."""
-        old = content
-        if not isinstance(old, Known):
-            old = Known(state.tokens, namespace, origin=content.origin)
-        now_held = replace(
-            old,
-            tokens=state.tokens,
-            n_tail=0,
-            restore_points=state.restore_points or old.restore_points,
-            n_saved=len(state.tokens),
-            saved_points=checkpoint.restore_points if checkpoint else old.saved_points,
-            n_points_at_most=len(state.restore_points) or old.n_points_at_most,
-        )
-        self._note(slot_id, content, now_held)
-
     def _namespace_of(self, content: Content) -> Namespace | None:
         if not self._process.can_cache:
             return None
@@ -318,6 +325,24 @@ class SlotSaves:
         if isinstance(content, Unknown) and content.can_be_adopted:
             return content.tenant
         return None
+
+
+def _as_saved(
+    content: Content, namespace: Namespace, state: StateFile, checkpoint: Checkpoint | None
+) -> Known:
+    """Return a slot's content as its file tells; the slot may have more points than the file."""
+    old = content
+    if not isinstance(old, Known):
+        old = Known(state.tokens, namespace, origin=content.origin)
+    return replace(
+        old,
+        tokens=state.tokens,
+        n_tail=0,
+        restore_points=state.restore_points or old.restore_points,
+        n_saved=len(state.tokens),
+        saved_points=checkpoint.restore_points if checkpoint else old.saved_points,
+        n_points_at_most=len(state.restore_points) or old.n_points_at_most,
+    )
 
 
 def _select(

@@ -177,7 +177,7 @@ class Rig:
         return self.process
 
     async def settled(self) -> Process:
-        """Wait until the proxy is attached, no slot is leased and nothing waits to be saved."""
+        """Wait until the proxy is attached, no slot is leased and all that is to be saved is committed."""
         await until(self._is_settled)
         assert self.process is not None
         return self.process
@@ -186,7 +186,9 @@ class Rig:
         if (process := self.process) is None:
             return False
         table, rule = process.slots, process.rule
-        return not any(s.is_leased or is_write_back_due(rule, s.content) for s in table)
+        return not process.saves.under_way and not any(
+            s.is_leased or is_write_back_due(rule, s.content) for s in table
+        )
 
     @property
     def base_url(self) -> str:

@@ -93,16 +93,21 @@ class Rig(Generic[S]):
         return f"http://127.0.0.1:{self.running.admin_port}"
 
     async def settled(self) -> None:
-        """Wait until llama-server is attached, no slot is leased and nothing waits to be saved."""
+        """Wait until llama-server is attached, no slot is leased and all saves are committed."""
         await until(self._is_settled)
 
     def _is_settled(self) -> bool:
         pool = self.running.pool
         is_known = pool.has_models or len(pool.processes) == len(pool.servers)
-        return is_known and not any(
-            slot.is_leased or is_write_back_due(process.rule, slot.content)
-            for process in pool.processes
-            for slot in process.slots
+        is_saving = any(process.saves.under_way for process in pool.processes)
+        return (
+            is_known
+            and not is_saving
+            and not any(
+                slot.is_leased or is_write_back_due(process.rule, slot.content)
+                for process in pool.processes
+                for slot in process.slots
+            )
         )
 
     async def evaluated(self) -> int:

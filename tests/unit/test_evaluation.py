@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core import slots
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
-from proxy.core.slots import (
-    CONTEXT_CHECKPOINT_MARGIN,
-    MAX_MARKS,
-    Content,
-    Empty,
-    Known,
-    Origin,
-    Unknown,
-    n_believed_points,
-)
+from proxy.core.slots import MAX_MARKS, Content, Empty, Known, Origin, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
