@@ -6,6 +6,7 @@ must have its checksums, and is entered with the tokens that it holds.
 """
 
 import io
+import os
 import shutil
 import tarfile
 import time
