@@ -350,6 +350,6 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     origin = Origin(0 if state.has_every_position else len(state.tokens))
     held = Unknown(process.tenant_namespace(min(tenants)), origin=origin)
     process.slots.set_content(slot_id, held)
-    await process.saves.commit(slot_id, held, CheckpointKind.CONVERSATION, saved)
+    await process.saves.commit(slot_id, CheckpointKind.CONVERSATION, saved, held, held)
     if was_emptied:
         process.slots.set_content(slot_id, Empty())

@@ -254,8 +254,10 @@ class CachedRequest:
     async def _fill_slot(self) -> bool:
         """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
-        if self._plan.start.displacement.saves:
-            await process.finish(self._lease, process.saves.write_out(slot_id))
+        start = self._plan.start
+        if start.displacement.saves:
+            is_used = start.restored is None and start.n_reused > 0
+            await process.finish(self._lease, process.saves.write_out(slot_id, is_used=is_used))
         await self._verify()
         # The save may have found tokens that must not be reused.
         content = process.slots[slot_id].content

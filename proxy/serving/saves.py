@@ -56,55 +56,59 @@ class SlotSaves:
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
-    def begin(self, slot_id: SlotId, *, is_just_predicted: bool = False) -> "asyncio.Future[None]":
+    def begin(
+        self, slot_id: SlotId, *, is_used: bool = False, is_just_predicted: bool = False
+    ) -> "asyncio.Future[None]":
         """Begin to save a slot as `write_back` does; other requests can wait for the state.
 
-        The future is done as soon as llama-server has written the file: from then on the slot is needed no
-        longer. The file is checked and committed beside the next request.
+        The future is done as soon as another request may have the slot: when llama-server has written the
+        file, or, if that request uses what the slot holds (*is_used*), when the file was checked too. The
+        file is committed beside that request.
         """
-        written = asyncio.get_running_loop().create_future()
+        free = asyncio.get_running_loop().create_future()
 
-        def note_written(_: object = None) -> None:
-            if not written.done():
-                written.set_result(None)
+        def note_free(_: object = None) -> None:
+            if not free.done():
+                free.set_result(None)
 
         async def save() -> Checkpoint | None:
             with self._process.queue.announced(displaced_state(self._process, slot_id)):
                 return await self.write_back(
-                    slot_id, is_just_predicted=is_just_predicted, on_written=note_written
+                    slot_id, is_used=is_used, is_just_predicted=is_just_predicted, on_free=note_free
                 )
 
         saving = self._process.tasks.start(save())
         self.under_way.add(saving)
-        saving.add_done_callback(note_written)
+        saving.add_done_callback(note_free)
         saving.add_done_callback(self.under_way.discard)
-        return written
+        return free
 
-    async def write_out(self, slot_id: SlotId) -> None:
-        """Begin to save a slot; return as soon as llama-server has written the file."""
-        await self.begin(slot_id)
+    async def write_out(self, slot_id: SlotId, *, is_used: bool) -> None:
+        """Begin to save a slot; return as soon as another request may have the slot."""
+        await self.begin(slot_id, is_used=is_used)
 
     async def write_back(
         self,
         slot_id: SlotId,
         kind: CheckpointKind = CheckpointKind.CONVERSATION,
         *,
+        is_used: bool = True,
         is_just_predicted: bool = False,
-        on_written: Callable[[], None] = lambda: None,
+        on_free: Callable[[], None] = lambda: None,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
         Never raises a CacheFault: a failed save hurts no request. *is_just_predicted* says that the request
         which put the tokens there still has the slot. Other tokens in the file then mean that its prompt
-        was tokenized differently. From *on_written* on another request may use the slot; then the slot's
+        was tokenized differently. From *on_free* on another request may have the slot; then the slot's
         entry in the slot table is left alone.
         """
-        is_written = False
+        is_free = False
 
-        def note_written() -> None:
-            nonlocal is_written
-            is_written = True
-            on_written()
+        def note_free() -> None:
+            nonlocal is_free
+            is_free = True
+            on_free()
 
         if not is_write_back_due(self._process.rule, self._table[slot_id].content):
             return None
@@ -112,9 +116,12 @@ class SlotSaves:
             with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
                 async with self._process.room.for_slot(self._table[slot_id].content) as name:
                     await self._cut_back(slot_id)
-                    return await self._save(slot_id, kind, name, is_just_predicted, note_written)
+                    on_written = None if is_used else note_free
+                    done = await self._save(slot_id, name, is_just_predicted, on_written)
+                    note_free()
+                    return await self.commit(slot_id, kind, *done) if done else None
         except NoRoom:
-            if not is_written:
+            if not is_free:
                 before = self._table[slot_id].content
                 self._postponed[slot_id] = before, self._give_up(slot_id)
             return None
@@ -127,7 +134,7 @@ class SlotSaves:
                 self._process.faults.count("save")  # /health tells of it
             else:
                 self._process.faults.record("save", error)
-            if not is_written:
+            if not is_free:
                 self._give_up(slot_id)
             return None
 
@@ -171,19 +178,23 @@ class SlotSaves:
     async def _save(
         self,
         slot_id: SlotId,
-        kind: CheckpointKind,
         name: str,
         is_just_predicted: bool,
-        on_written: Callable[[], None],
-    ) -> Checkpoint | None:
-        """Save a slot as it stands, check the file and commit it; raises CacheFault."""
+        on_written: Callable[[], None] | None,
+    ) -> tuple[SavedSlot, Content, Content] | None:
+        """Save a slot as it stands and check the file; raises CacheFault.
+
+        Returns the file, what the slot held, and that content as it stands in the slot table now; None if
+        the slot had been cleared.
+        """
         content = held = self._table[slot_id].content
 
         def note_written() -> None:
             nonlocal held
             self._process.require_alive()
             held = self._give_up(slot_id)
-            on_written()
+            if on_written is not None:
+                on_written()
 
         self._process.require_alive()
         saved = await self._process.room.save(slot_id, name, note_written)
@@ -197,7 +208,7 @@ class SlotSaves:
             self._note(slot_id, held, TAINTED if saved.state.tokens else Empty())
             raise
         self._metrics.save_seconds.observe(saved.seconds)
-        return await self.commit(slot_id, content, kind, saved, held)
+        return saved, content, held
 
     def _require_expected(
         self, content: Content, state: StateFile, is_just_predicted: bool
@@ -228,16 +239,15 @@ class SlotSaves:
     async def commit(
         self,
         slot_id: SlotId,
-        content: Content,
         kind: CheckpointKind,
         saved: SavedSlot,
-        held: Content | None = None,
+        content: Content,
+        held: Content,
     ) -> Checkpoint | None:
         """Commit the checked file of a slot that held *content*; None if nothing new is in it.
 
-        The slot's entry in the table is left alone if it is no longer *held* (by default that content).
+        The slot's entry in the table is left alone if it is no longer *held*.
         """
-        held = content if held is None else held
         state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
         if namespace is None or not state.tokens:
             if not state.tokens:
