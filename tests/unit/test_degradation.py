@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import structlog
 
 from proxy import health as module
 from proxy.core.conditions import OF_PROCESS, DegradationKind, State, state_under
@@ -107,6 +108,7 @@ def test_degradation_that_comes_and_goes_is_logged_once_in_a_while(
     def lines() -> list[str]:
         return [line for line in capsys.readouterr().out.splitlines() if "degradation" in line]
 
+    structlog.reset_defaults()  # a command that ran in this process may have set its log up
     noted.begin(K.SAVES_FAIL)
     noted.end(K.SAVES_FAIL)
     assert len(lines()) == 2
