@@ -18,7 +18,7 @@ from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.slots import Content, Known, SlotPhase
+from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.report import Keep
@@ -160,14 +160,11 @@ async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> N
 async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
     """Save the slot that holds the prompt, unless a checkpoint covers it already.
 
-    A save of that slot may have begun with the answer: it is waited for.
+    A save that began at a stop or with the answer is waited for.
     """
     for process in [server.process for server in servers if server.process]:
-        while any(  # noqa: ASYNC110 - a lease tells its end to its own task only
-            slot.phase is SlotPhase.CLOSING and _holds(prompt, slot.content)
-            for slot in process.slots
-        ):
-            await asyncio.sleep(_LOOK_SECONDS)
+        if under_way := process.saves.under_way:
+            await asyncio.wait(under_way)
         async with process.launches.turn():
             for slot in process.slots.free():
                 if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):

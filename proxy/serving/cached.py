@@ -257,7 +257,7 @@ class CachedRequest:
         start = self._plan.start
         if start.displacement.saves:
             is_used = start.restored is None and start.n_reused > 0
-            await process.finish(self._lease, process.saves.write_out(slot_id, is_used=is_used))
+            await process.finish(self._lease, process.saves.begin(slot_id, is_used=is_used))
         await self._verify()
         # The save may have found tokens that must not be reused.
         content = process.slots[slot_id].content
@@ -318,7 +318,7 @@ class CachedRequest:
             stopped = process.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
             self._account.add(await stopped)
             if stop.save_as and not self._account.is_ineffective_restore:
-                save = process.saves.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
+                save = process.saves.begin(plan.slot_id, stop.save_as, is_just_predicted=True)
                 await process.finish(self._lease, save)
 
     # The request is sent, and may fail.

@@ -316,9 +316,11 @@ class Process(Services):
 
     # The actions on a leased slot.
 
-    async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:
+    async def finish(
+        self, lease: Lease[Any], action: "Coroutine[Any, Any, T] | asyncio.Future[T]"
+    ) -> T:
         """Await a slot action that must not be cut short: it keeps the lease of a cancelled caller."""
-        task = self.tasks.start(action)
+        task = action if isinstance(action, asyncio.Future) else self.tasks.start(action)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -327,7 +329,7 @@ class Process(Services):
                 lease.hand_over(task)
             raise
 
-    def _note_failure(self, task: "asyncio.Task[Any]") -> None:
+    def _note_failure(self, task: "asyncio.Future[Any]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.faults.record("unattended action", error)
 

@@ -57,7 +57,12 @@ class SlotSaves:
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
     def begin(
-        self, slot_id: SlotId, *, is_used: bool = False, is_just_predicted: bool = False
+        self,
+        slot_id: SlotId,
+        kind: CheckpointKind = CheckpointKind.CONVERSATION,
+        *,
+        is_used: bool = False,
+        is_just_predicted: bool = False,
     ) -> "asyncio.Future[None]":
         """Begin to save a slot as `write_back` does; other requests can wait for the state.
 
@@ -74,7 +79,11 @@ class SlotSaves:
         async def save() -> Checkpoint | None:
             with self._process.queue.announced(displaced_state(self._process, slot_id)):
                 return await self.write_back(
-                    slot_id, is_used=is_used, is_just_predicted=is_just_predicted, on_free=note_free
+                    slot_id,
+                    kind,
+                    is_used=is_used,
+                    is_just_predicted=is_just_predicted,
+                    on_free=note_free,
                 )
 
         saving = self._process.tasks.start(save())
@@ -82,10 +91,6 @@ class SlotSaves:
         saving.add_done_callback(note_free)
         saving.add_done_callback(self.under_way.discard)
         return free
-
-    async def write_out(self, slot_id: SlotId, *, is_used: bool) -> None:
-        """Begin to save a slot; return as soon as another request may have the slot."""
-        await self.begin(slot_id, is_used=is_used)
 
     async def write_back(
         self,

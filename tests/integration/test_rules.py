@@ -183,7 +183,7 @@ async def test_end_only_server_is_stopped_and_saved_at_each_cut(start_rig: Start
         header, turn_start = stops(rig)
         assert turn_start == message_end(messages)
         assert message_end(HEADER) <= header <= message_end(HEADER) + 2
-        assert rig.checkpoints == [("header", header), ("turn start", turn_start)]
+        await until(lambda: rig.checkpoints == [("header", header), ("turn start", turn_start)])
         prompt = tokenize(render({"messages": messages}))
         assert saved_tokens(rig.server) == [prompt[:header], prompt[:turn_start]]
         assert reply.n_prompt == len(prompt)
