@@ -36,6 +36,8 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 
 _NO_KEY = {"Accept": "*/*"}
+_OWN = {"Content-Type": "application/json", "Connection": "close"}
+"""A new connection for each call: a kept one could still lead to a process that is going."""
 QUICK_SECONDS = 10.0
 """For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
@@ -227,7 +229,7 @@ class _Connector(aiohttp.TCPConnector):
         self._for_one_request = aiohttp.TCPConnector(limit=0, force_close=True)
 
     async def connect(self, req: aiohttp.ClientRequest, *args: Any, **named: Any) -> Any:
-        if req.method == "GET" and not req.body:
+        if req.method == "GET" and not req.body and "Connection" not in req.headers:
             return await super().connect(req, *args, **named)
         return await self._for_one_request.connect(req, *args, **named)
 
@@ -483,7 +485,7 @@ class LlamaServer:
                     method,
                     self.url(there),
                     data=None if data is None else io.BytesIO(data),
-                    headers={"Content-Type": "application/json", **(headers or self.own_headers)},
+                    headers={**_OWN, **(headers or self.own_headers)},
                     timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
                 ) as response,
             ):
