@@ -8,8 +8,9 @@ from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import uvloop
 from hypothesis import settings
+
+from proxy.llama.client import EventLoop
 
 # Few examples by default, many in `make test-long`; no deadline, for machines are busy.
 settings.register_profile("quick", max_examples=25, deadline=None)
@@ -31,7 +32,7 @@ def pytest_configure() -> None:
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], AbstractEventLoop]]:
     """Run tests on the event loop that `serve` and `run` use."""
-    return {"uvloop": uvloop.new_event_loop}
+    return {"uvloop": EventLoop}
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,7 @@ from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_opt
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
-from proxy.llama.client import LlamaServer, Target, new_session
+from proxy.llama.client import EventLoop, LlamaServer, Target, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command
@@ -54,7 +54,7 @@ def _serve(
     Raises LlamaServerDied.
     """
     try:
-        uvloop.run(_serve_until_told(settings, supervisor, launch))
+        uvloop.run(_serve_until_told(settings, supervisor, launch), loop_factory=EventLoop)
     except SettingsError as error:
         fail(error, Exit.USAGE)
     except (StoreLocked, OSError) as error:

@@ -32,9 +32,8 @@ _TEXT_EVENTS = (
     b'"stop":false',
 )
 """Found in every event that brings text; quotes inside a JSON string are escaped."""
-_SAYS_MORE = (
-    *(b'"timings"', b'"usage"', b'"tool_calls"', b'"finish_reason":"', b'"prompt_progress"'),
-    *(b'"error"', b'"stop":true'),
+_SAYS_MORE = re.compile(
+    rb'"(?:timings"|usage"|tool_calls"|finish_reason":"|prompt_progress"|error"|stop":true)'
 )
 """Found in events that are read although they bring text."""
 
@@ -116,7 +115,7 @@ class AnswerReader:
         if _has_any(_TEXT_EVENTS, line):
             if self._text_lines is not None:
                 self._text_lines.append(line)
-            if not _has_any(_SAYS_MORE, line):
+            if not _SAYS_MORE.search(line):
                 self.has_token = True
                 return
         data = line[5:].strip()

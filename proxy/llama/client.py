@@ -7,6 +7,7 @@ clients' own requests. Of replies, only the fields that the proxy reads are name
 import asyncio
 import io
 import re
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -16,6 +17,7 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
+import uvloop
 from yarl import URL
 
 from proxy.core.messages import member, object_in, text_of
@@ -34,6 +36,8 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 
 _NO_KEY = {"Accept": "*/*"}
+_OWN = {"Content-Type": "application/json", "Connection": "close"}
+"""A new connection for each call: a kept one could still lead to a process that is going."""
 QUICK_SECONDS = 10.0
 """For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
@@ -213,14 +217,38 @@ class Heard:
         self._cut()
 
 
-def new_session() -> aiohttp.ClientSession:
-    """Return the client session for all traffic to llama-server.
+class _Connector(aiohttp.TCPConnector):
+    """Keeps a connection alive for the next GET, which aiohttp repeats if the connection was closed.
 
-    Connections are not kept alive: llama-server closes idle ones at any time, and a POST that meets a
-    closed one cannot be repeated safely. On loopback a new connection costs a tenth of a millisecond.
+    llama-server closes idle connections at any time, and another request cannot be repeated safely. A
+    connection is kept for a second, because a thread of older builds waits for its next request.
     """
+
+    def __init__(self) -> None:
+        super().__init__(limit=0, keepalive_timeout=1.0)
+        self._for_one_request = aiohttp.TCPConnector(limit=0, force_close=True)
+
+    async def connect(self, req: aiohttp.ClientRequest, *args: Any, **named: Any) -> Any:
+        if req.method == "GET" and not req.body and "Connection" not in req.headers:
+            return await super().connect(req, *args, **named)
+        return await self._for_one_request.connect(req, *args, **named)
+
+
+class EventLoop(uvloop.Loop):
+    """uvloop's event loop, but without a thread for a literal address.
+
+    uvloop's `sock_connect`, which aiohttp calls, names no type of socket, and without a type uvloop has a
+    thread resolve even such an address.
+    """
+
+    async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> Any:
+        return await super().getaddrinfo(host, port, **{"type": socket.SOCK_STREAM, **hints})
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return the client session for all traffic to llama-server."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        connector=_Connector(),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -457,7 +485,7 @@ class LlamaServer:
                     method,
                     self.url(there),
                     data=None if data is None else io.BytesIO(data),
-                    headers={"Content-Type": "application/json", **(headers or self.own_headers)},
+                    headers={**_OWN, **(headers or self.own_headers)},
                     timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
                 ) as response,
             ):

@@ -4,9 +4,11 @@ import asyncio
 import io
 from collections.abc import AsyncIterable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 from aiohttp import web
+from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
@@ -16,7 +18,7 @@ from proxy.llama.client import Heard, LlamaServer, Target, reason_of
 from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
-from proxy.web.writer import ClientWriter, Unread
+from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
 Body = bytes | AsyncIterable[bytes] | None
 
@@ -129,11 +131,13 @@ class Exchange:
         self._told = self.tell() if answer.status == 200 else NOTHING_TOLD
         lines, whole = edits_of(self.path, answer, n_found, self._told)
         edited: tuple[bytes, bytes] | None = None
-        if whole is not None:
+        # A small answer is read whole, and goes to the client along with its headers.
+        is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
+        if whole or (is_plain and 0 < (answer.content_length or 0) <= PIECE_BYTES):
             body = await answer.read()
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
-            edited = body, whole(body)
+            edited = body, whole(body) if whole else body
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)
@@ -152,7 +156,8 @@ class Exchange:
             if edited is None:
                 await self._pass_on_as_it_comes(target, lines)
             else:
-                self._pass_on_now(*edited)
+                has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
+                self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
             if self.route is not None and _is_stream(answer) and not reader.is_complete:
                 # llama-swap ends a stream that broke off as if it were whole.
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
@@ -198,7 +203,8 @@ class Exchange:
         writer.on_room = advance
         transport = answer.connection.transport if answer.connection else None
         if transport is not None:
-            transport.set_protocol(_Tap(transport.get_protocol(), advance))
+            transport.set_protocol(tap := _Tap(transport.get_protocol(), advance))
+            tap.protocol.force_close()  # the connection serves no other answer
         advance()
         await passed
 
@@ -231,7 +237,9 @@ class Exchange:
             headers["Content-Type"] = "text/event-stream"
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
-        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        body = edited[1] if edited is not None and len(edited[1]) <= PIECE_BYTES else None
+        kind = web.StreamResponse if body is None else partial(web.Response, body=body)
+        response = kind(status=answer.status, reason=answer.reason, headers=headers)
         if "Content-Length" not in headers and answer.status not in (204, 304):
             if client.version >= aiohttp.HttpVersion11 and client.method != "HEAD":
                 response.enable_chunked_encoding()
@@ -263,19 +271,19 @@ class _Tap(asyncio.Protocol):
     """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
 
     def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
-        assert isinstance(protocol, asyncio.Protocol)
-        self._protocol = protocol
+        assert isinstance(protocol, ResponseHandler)
+        self.protocol = protocol
         self._on_change = on_change
         self.eof_received = protocol.eof_received  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
+        self.protocol.data_received(data)
         self._on_change()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._protocol.connection_lost(error)
+        self.protocol.connection_lost(error)
         self._on_change()
 
 

@@ -37,7 +37,7 @@ STALLED_FULL_SECONDS = 10.0
 """The same when the buffer is full, because llama-server and requests for its slot would have to wait, and
 while the proxy is stopping."""
 LOOK_SECONDS = 1.0
-_PIECE_BYTES = 32 << 10
+PIECE_BYTES = 32 << 10
 """Half of what asyncio lets a transport buffer before a writer has to wait."""
 
 
@@ -114,7 +114,7 @@ class ClientWriter:
         transport = self._client.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        if len(data) <= _PIECE_BYTES and self._is_keeping_up:
+        if len(data) <= PIECE_BYTES and self._is_keeping_up:
             return self._write_now(transport, data)
         self._rest += data
         self._unread.n_bytes += len(data)
@@ -168,7 +168,7 @@ class ClientWriter:
             with suppress(ConnectionError):  # the client is gone; its handler is cancelled
                 await drain()
                 while self._rest:
-                    self._write_now(transport, self._take(_PIECE_BYTES))
+                    self._write_now(transport, self._take(PIECE_BYTES))
                     self.on_room()
                     await drain()
                 if self._is_whole:
