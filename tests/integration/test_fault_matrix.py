@@ -41,11 +41,12 @@ async def test_fault(start_rig: StartRig, row: Row) -> None:
             await until(lambda: _outcomes(logs))
         assert _outcomes(logs) == [row.outcome]
         _end(rig)
-        await rig.attached()
+        process = await rig.attached()
         again = [await _asked(rig, messages) for messages in (FIRST, SECOND, THIRD)]
         assert again[:2] == answers
         reply = await rig.chat(FIRST)
         assert (reply.content["choices"], reply.n_reused) == (answers[0], reply.n_prompt - 1)
+        await until(lambda: not process.saves.under_way)
         assert await rig.reasons() == []
 
 
