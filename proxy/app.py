@@ -18,7 +18,6 @@ from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint, RuleKind
-from proxy.core.sharing import SharedLimits
 from proxy.core.slots import SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
@@ -130,9 +129,8 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     from proxy.shared.tier import Tier
 
     bucket, sealing = opened
-    limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
     seen = shared.metrics, shared.everywhere, shared.faults
-    return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), limits)
+    return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), told.limits)
 
 
 def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from proxy.core.sharing import SharedLimits
 from proxy.docstrings import docstrings_of_fields
 from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES_PATTERN
@@ -267,13 +268,11 @@ def parse_urls(urls: str) -> list[str]:
 
 
 class SharedStore(NamedTuple):
-    """What `shared_store` says; the limits are in bytes, 0 for none."""
+    """What `shared_store` says."""
 
     url: str
     key_file: str = ""
-    upload_bytes_per_day: int = 0
-    upload_bytes_per_second: int = 0
-    capacity: int = 0
+    limits: SharedLimits = SharedLimits()
 
 
 def parse_shared_store(text: str) -> SharedStore | None:
@@ -286,7 +285,7 @@ def parse_shared_store(text: str) -> SharedStore | None:
     told = {name.strip(): value.strip() for name, _, value in pairs}
     try:
         sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
-        return SharedStore(told["url"], told.get("key_file", ""), **sizes)
+        return SharedStore(told["url"], told.get("key_file", ""), SharedLimits(**sizes))
     except (KeyError, ValueError) as error:
         raise SettingsError(
             f"shared_store: {error} is missing or no size, such as 50GiB"

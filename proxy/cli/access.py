@@ -1,6 +1,7 @@
 """The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
 
 import functools
+import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -13,7 +14,7 @@ from urllib.parse import urlencode
 import click
 import msgspec
 
-from proxy.cli.common import Command, Exit, fail, json_option, setting_options, settings_of
+from proxy.cli.common import Command, Exit, agree, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, way_to
 from proxy.settings import ADMIN_TOKEN, Settings, reachable, split_address, token_to_show
@@ -256,6 +257,19 @@ def told_plainly() -> Iterator[None]:
         yield
     except (StoreFault, OSError) as fault:
         fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
+
+
+yes_option = click.option("--yes", "-y", is_flag=True, is_eager=True, help="Do not ask.")
+
+
+def agree_to_write(context: click.Context, _: click.Parameter, file: Path) -> Path:
+    """Ask before a command with `yes_option` replaces a file; exit if the file cannot be written."""
+    is_sure, place = context.params.pop("yes"), file if os.path.exists(file) else file.parent
+    if not os.access(place, os.W_OK):
+        fail(f"{place} does not exist, or this user may not write to it")
+    if file.is_file() and not is_sure:
+        agree(f"{file} is there already. Replace it?")
+    return file
 
 
 # From hex digits or a model's name to checkpoints.

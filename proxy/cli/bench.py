@@ -10,7 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from proxy.cli.access import RunningProxy, told_plainly, with_proxy
+from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy, yes_option
+from proxy.cli.common import FILE
 from proxy.cli.trace import send_all, tell
 from proxy.explain.trace import TRACED_TOKENS, TracedRequest
 
@@ -26,9 +27,10 @@ _MACHINE = (
 
 
 @click.command()
-@click.option("--report", "file", required=True, type=click.Path(path_type=Path), help="File.")
+@click.option("--report", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
 @click.option("--tokens", multiple=True, type=int, default=(2048, 8192, 32768), show_default=True)
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
+@yes_option
 @with_proxy
 def bench(
     proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | None, as_json: bool

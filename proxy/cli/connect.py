@@ -17,7 +17,7 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.access import RunningProxy, told_plainly, with_proxy
+from proxy.cli.access import RunningProxy, told_plainly, with_proxy, yes_option
 from proxy.cli.common import Exit, agree, answer, fail
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
 @click.argument("name", metavar="CLIENT", type=click.Choice(NAMES))
 @click.option("--write", is_flag=True, help="Merge it into the client's own file.")
 @click.option("--undo", is_flag=True, help="Put the file back that was there before --write.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@yes_option
 @click.option("--file", type=click.Path(path_type=Path), help="Another file than the usual one.")
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @click.option("--model", help="What to call the model. [as llama-server calls it]")

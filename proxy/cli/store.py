@@ -13,12 +13,14 @@ from rich.tree import Tree
 
 from proxy.cli.access import (
     Store,
+    agree_to_write,
     all_named,
     named,
     opened,
     told_plainly,
     with_directory,
     with_store,
+    yes_option,
 )
 from proxy.cli.common import (
     FILE,
@@ -183,13 +185,12 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json:
 # `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by namespace and age.
 
 
-_yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 _pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")
 
 
 @click.command()
 @names_argument
-@_yes_option
+@yes_option
 @_pinned_option
 @with_store
 def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: bool) -> None:
@@ -213,7 +214,7 @@ def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: b
 @click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused so long.")
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@_yes_option
+@yes_option
 @_pinned_option
 @with_store
 def purge(
@@ -325,12 +326,10 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
 
 @click.command("export")
 @names_argument
-@click.option("--to", "-o", "file", required=True, type=FILE, help="File.")
-@_yes_option
+@click.option("--to", "-o", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
+@yes_option
 @with_directory
-def export(
-    settings: Settings, names: tuple[str, ...], file: Path, yes: bool, as_json: bool
-) -> None:
+def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool) -> None:
     """Write checkpoints into one file.
 
     \b
@@ -342,8 +341,6 @@ def export(
     """
     files = StateFiles(Path(settings.slot_save_path))
     with told_plainly():
-        if file.is_file() and not yes:
-            agree(f"{file} is there already. Replace it?")
         records = read_records(files)
         models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
         listed = [list_checkpoint(record.checkpoint, models) for record in records]

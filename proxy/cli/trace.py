@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from proxy.cli.access import RunningProxy, told_plainly, with_proxy
+from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy, yes_option
 from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of
 from proxy.explain import trace as traces
 from proxy.explain.trace import TracedRequest
@@ -23,7 +23,8 @@ def trace() -> None:
 
 
 @trace.command("export")
-@_file
+@click.argument("file", type=FILE, callback=agree_to_write)
+@yes_option
 @with_proxy
 def export(proxy: RunningProxy, file: Path, as_json: bool) -> None:
     """Write the last requests into FILE, without any text.

@@ -85,13 +85,12 @@ N_ALTERNATIVES = 3
 
 @dataclass(frozen=True, slots=True)
 class Displacement:
-    """The loss of the conversation whose slot a plan takes: `n_lost` unsaved tokens.
+    """The loss of the conversation whose slot a plan takes, and whether the plan `saves` it.
 
     The request itself waits `delay_seconds` for a save. `seconds` adds the time that the conversation will
     need to come back.
     """
 
-    n_lost: int = 0
     saves: bool = False
     delay_seconds: float = 0.0
     seconds: float = 0.0
@@ -282,7 +281,7 @@ def displace(
             restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
         remade_seconds = min(remade_seconds, restored_seconds)
     likelihood = 0.5 ** (max(0.0, now.now - slot.used_at) / HALF_LIFE_SECONDS)
-    return Displacement(n_lost, saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
+    return Displacement(saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
 
 
 def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from msgspec.json import encode
+
 from proxy.core.messages import CONVERSATIONS, Route
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
@@ -124,17 +126,19 @@ def stabilize(
         made = (changes[i].made if i in changes else same for i, same in enumerate(kept))
         draft.messages = [message for group in made for message in group]
     changed_by = {name for change in changes.values() for name in change.changed_by}
-    for name, apply in OF_REQUESTS.items():
-        if name not in names:
-            continue
+    for name in filter(names.__contains__, OF_REQUESTS):
         before, lessons = draft.body, dict(draft.lessons)
         try:
-            apply(draft)
+            OF_REQUESTS[name](draft)
         except Exception as error:
             draft.body, draft.lessons = before, lessons
             result.failures[name] = why_failed(error)
         if draft.body is not before:
             changed_by.add(name)
+    # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
+    # sticky_session leaves the name of the session out of that description again.
+    if changed_by and draft.body == body and encode(draft.body) == encode(body):
+        draft.body, changed_by = body, set()
     result.body, result.lessons = draft.body, draft.lessons
     result.changed_by = tuple(name for name in names if name in changed_by)
     if not result.failures:

@@ -46,11 +46,6 @@ def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
 
 
-def _session_of(headers: Mapping[str, str]) -> str:
-    told = " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
-    return told.encode(errors="replace").decode()  # bytes that are no UTF-8 came as surrogates
-
-
 def client_name(user_agent: str) -> str:
     """Return what people call the client that sends this User-Agent header, with its version."""
     library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
@@ -166,7 +161,7 @@ class Front:
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
         """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
         headers = exchange.client.headers
-        keys = keys_of(headers)
+        keys, session = keys_of(headers), " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
         request = Request(
             path=exchange.path,
             route=route,
@@ -174,7 +169,8 @@ class Front:
             relay=exchange.send,
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys, self.secret),
-            session=_session_of(headers),
+            # Bytes that are no UTF-8 came as surrogates.
+            session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
             has_token=lambda: exchange.has_token,

@@ -5,6 +5,7 @@ format_error_response). The proxy edits the usage, and errors for clients of Ant
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -14,7 +15,7 @@ from aiohttp import web
 from proxy.core.messages import Route, object_in
 from proxy.errors import ProxyError
 from proxy.explain.report import Told
-from proxy.llama.answers import MAX_BUFFERED_BYTES, Diagnose, TrueUsage, empty_answer
+from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage, empty_answer
 from proxy.llama.routes import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
@@ -138,52 +139,32 @@ class StreamEdit:
         return self._usage.of_line(line)
 
 
-def _true_usage(path: str, n_found: int | None, diagnose: Diagnose | None) -> TrueUsage | None:
-    """Return what corrects an answer; None if it passes as it is.
-
-    Anthropic's answers always get the count of newly cached tokens.
-    """
-    is_needed = is_anthropic(path) or n_found is not None or diagnose is not None
-    return TrueUsage(path, n_found, diagnose) if is_needed else None
-
-
-def edit_of_stream(
-    path: str, n_found: int | None, diagnose: Diagnose | None = None
-) -> StreamEdit | None:
-    """Return the edit of a stream, None if it passes unchanged; *n_found* is as in serving's Relay."""
-    usage = _true_usage(path, n_found, diagnose)
-    return StreamEdit(usage) if usage else None
-
-
-def edit_of_answer(
-    path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
-) -> Edit | None:
-    """Return the edit of an answer that comes whole, None if it passes unchanged."""
-    if status == 200:
-        usage = _true_usage(path, n_found, diagnose)
-        return usage.of_answer if usage else None
-    if status >= 400 and is_anthropic(path):
-        return lambda body: anthropic_error(status, body)
-    return None
-
-
 def edits_of(
     path: str, answer: aiohttp.ClientResponse, n_found: int | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
-    """Return the edit of an answer to a request of *path*: of a stream, or of the whole answer."""
-    headers = answer.headers
+    """Return the edit of an answer to a request of *path*: of a stream, or of the whole answer.
+
+    *n_found* is as in serving's Relay. Anthropic's answers always get the count of newly cached tokens.
+    """
+    headers, of_anthropic = answer.headers, is_anthropic(path)
     if answer.method == "HEAD" or "Content-Encoding" in headers:
         return None, None
+    is_needed = of_anthropic or n_found is not None or told.diagnose is not None
+    usage = TrueUsage(path, n_found, told.diagnose) if is_needed else None
     content_type = headers.get("Content-Type", "")
     if content_type.startswith("text/event-stream"):
-        return edit_of_stream(path, n_found, told.diagnose), None
+        return (StreamEdit(usage) if usage else None), None
     if answer.status == 500 and "Content-Length" not in headers:
         # Read whole: a router may say in it that its llama-server is gone.
         return None, _AS_IT_IS
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
     if not is_small or not content_type.startswith("application/json"):
         return None, None
-    edit = edit_of_answer(path, answer.status, n_found, told.diagnose)
+    edit: Edit | None = None
+    if answer.status == 200 and usage:
+        edit = usage.of_answer
+    elif answer.status >= 400 and of_anthropic:
+        edit = partial(anthropic_error, answer.status)
     if told.warms:
         is_stream, true = told.warms == "stream", edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)

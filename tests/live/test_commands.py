@@ -137,7 +137,7 @@ async def export_again(file: Any, *export: object) -> None:
     assert file.stat() == before
     assert (await command(*export, file, "--yes"))[0] == 0 and file.stat() != before
     status, output = await command(*export, file.with_name("nowhere") / "x.lpc")
-    assert status == 1 and f"{file.with_name('nowhere')} is no directory" in output
+    assert status == 1 and f"{file.with_name('nowhere')} does not exist" in output
 
 
 async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path: Path) -> None:

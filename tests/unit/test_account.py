@@ -83,7 +83,7 @@ def test_restored_tokens_are_those_that_a_reply_confirms() -> None:
 
 
 def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
-    displacement = Displacement(50, saves=True, seconds=0.5)
+    displacement = Displacement(saves=True, seconds=0.5)
     start = replace(RESTORE, seconds=0.25, displacement=displacement)
     others = (
         replace(LIVE, seconds=0.4, displacement=Displacement(seconds=1.0)),

@@ -41,42 +41,46 @@ from tests.unit.situations import (
 RATES = steady(500.0, 1e6)
 
 
-def lost(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> int:
+MOST = MAX_LOST_TOKENS
+
+
+def is_saved(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> bool:
+    """Return whether more than MOST unsaved tokens would be lost; a save costs nothing here."""
     prompt, n_reused = Prompt(tokens, NAMESPACE), 0 if goes_on else None
-    return displaced(content, prompt, n_reused, ANY_PREFIX, RATES).n_lost
+    return displaced(content, prompt, n_reused, ANY_PREFIX, RATES).saves
 
 
-@pytest.mark.parametrize("content", [Empty(), Unknown(), Known(run_of(9), NAMESPACE, n_saved=9)])
-def test_lost_tokens_where_nothing_is_unsaved_is_zero(content: Content) -> None:
-    assert lost(content, branch(0, 5)) == 0
-    assert lost(content, branch(0, 5), goes_on=False) == 0
+@pytest.mark.parametrize(
+    "content", [Empty(), Unknown(), Known(run_of(999), NAMESPACE, n_saved=999)]
+)
+def test_where_nothing_is_unsaved_nothing_is_lost(content: Content) -> None:
+    assert not is_saved(content, branch(0, 5))
+    assert not is_saved(content, branch(0, 5), goes_on=False)
 
 
-def test_lost_tokens_of_another_tenant_are_all_that_is_unsaved() -> None:
-    assert lost(Known(run_of(100), OTHER_NAMESPACE, n_saved=30), run_of(200)) == 70
+@pytest.mark.parametrize(("n_lost", "saves"), [(MOST, False), (MOST + 1, True)])
+def test_what_counts_as_lost(n_lost: int, saves: bool) -> None:
+    partly = Known(run_of(1000), NAMESPACE, n_saved=1000 - n_lost)
+    assert is_saved(replace(partly, namespace=OTHER_NAMESPACE), run_of(2000)) is saves
+    assert is_saved(partly, branch(600, 2000)) is saves
+    assert is_saved(Known(run_of(1000), NAMESPACE), branch(1000 - n_lost, 2000)) is saves
+    filled_anew = replace(partly, tokens=branch(50, 1000))
+    assert is_saved(filled_anew, run_of(2000), goes_on=False) is saves
 
 
-def test_lost_tokens_of_a_continued_slot_are_zero() -> None:
-    assert lost(Known(run_of(100), NAMESPACE, n_tail=50), run_of(200)) == 0
+def test_a_slot_that_is_continued_loses_nothing() -> None:
+    assert not is_saved(Known(run_of(1000), NAMESPACE, n_tail=500), run_of(2000))
 
 
-def test_lost_tokens_of_a_diverging_request_are_those_behind_the_divergence() -> None:
-    assert lost(Known(run_of(100), NAMESPACE), branch(60, 200)) == 40
-    assert lost(Known(run_of(100), NAMESPACE, n_saved=90), branch(60, 200)) == 10
-
-
-def test_lost_tokens_of_a_turn_that_moves_on_are_zero() -> None:
+def test_a_turn_that_moves_on_loses_nothing() -> None:
     dropped_reasoning = Known(run_of(1000), NAMESPACE, turn_start=600)
-    assert lost(dropped_reasoning, branch(600, 1200)) == 0
-    assert lost(dropped_reasoning, branch(300, 1200)) == 700
+    assert not is_saved(dropped_reasoning, branch(600, 1200))
+    assert is_saved(dropped_reasoning, branch(300, 1200))
 
 
-def test_lost_tokens_of_a_slot_that_is_filled_anew_are_all_that_is_unsaved() -> None:
-    assert lost(Known(branch(50, 100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
-
-
-def test_lost_tokens_of_a_conversation_that_moves_on_elsewhere_are_none() -> None:
-    assert lost(Known(run_of(100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 0
+def test_a_conversation_that_moves_on_elsewhere_loses_nothing() -> None:
+    held = Known(run_of(1000), NAMESPACE, n_saved=400)
+    assert not is_saved(held, run_of(2000), goes_on=False)
 
 
 def moved_out(
@@ -99,7 +103,7 @@ def test_displace_of_what_nobody_knows_costs_nothing(content: Content) -> None:
 
 def test_displace_of_unsaved_work_saves_it_and_brings_it_back_some_time() -> None:
     made = moved_out(Known(run_of(1000), NAMESPACE), size_bytes=250_000)
-    assert made == Displacement(1000, saves=True, delay_seconds=0.25, seconds=0.5)
+    assert made == Displacement(saves=True, delay_seconds=0.25, seconds=0.5)
 
 
 def test_displace_of_saved_work_costs_a_restore_only() -> None:
@@ -109,7 +113,7 @@ def test_displace_of_saved_work_costs_a_restore_only() -> None:
 
 def test_displace_of_what_no_rule_can_bring_back_costs_evaluating_it_again() -> None:
     made = moved_out(Known(run_of(1000), NAMESPACE), NOTHING)
-    assert made == Displacement(1000, seconds=2.0)
+    assert made == Displacement(seconds=2.0)
 
 
 def test_displace_of_little_unsaved_work_does_not_save_it() -> None:
@@ -131,7 +135,7 @@ def test_displace_does_not_save_what_is_evaluated_in_less_time() -> None:
 
 def test_displace_under_end_only_does_not_count_on_a_save_without_a_cut() -> None:
     held = Known(run_of(1000), NAMESPACE)
-    assert moved_out(held, END_ONLY) == Displacement(1000, seconds=2.0)
+    assert moved_out(held, END_ONLY) == Displacement(seconds=2.0)
     assert moved_out(replace(held, last_cut=900), END_ONLY).saves
 
 
@@ -158,7 +162,7 @@ def test_displace_of_anything_saves_only_what_a_save_can_bring_back(
 ) -> None:
     made = displaced(content, Prompt(tokens, NAMESPACE), n_kept, rule, rates, size_bytes)
     assert made.saves <= (rule.can_restore and is_write_back_due(rule, content))
-    assert made.saves <= (made.n_lost > MAX_LOST_TOKENS)
+    assert made.saves <= (content.n_unsaved > MAX_LOST_TOKENS)
     assert (made.delay_seconds > 0) <= made.saves
     assert 0 <= made.delay_seconds <= made.seconds
 

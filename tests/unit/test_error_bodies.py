@@ -6,13 +6,8 @@ import pytest
 
 from proxy import errors
 from proxy.errors import ProxyError
-from proxy.web.errors import (
-    anthropic_error,
-    edit_of_stream,
-    error_event,
-    error_event_of,
-    error_response,
-)
+from proxy.web.errors import anthropic_error, error_event, error_event_of, error_response
+from tests.unit.edits import edit_of_stream
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 

@@ -52,7 +52,8 @@ MAY_IMPORT = {
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
     "proxy.cli.look": {"proxy.shared", "proxy.doctor", "proxy.servers", "proxy.serving"},
     "proxy.docstrings": set(),
-    "proxy.settings": {"proxy.docstrings", "proxy.errors", "proxy.stabilize.model"},
+    "proxy.settings": {"proxy.core.sharing", "proxy.docstrings", "proxy.errors"}
+    | {"proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),
     "proxy.tasks": {"proxy.log"},

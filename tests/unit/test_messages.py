@@ -125,6 +125,10 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         ),
         (("run", "-m", "model.gguf"), "run [OPTIONS] -- COMMAND"),
         (("trace", "show", "/etc/hostname"), "not what `trace export` writes"),
+        (("trace", "export", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
+        (("trace", "export", "/no/such/x.jsonl"), "/no/such does not exist"),
+        (("bench", "--report", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
+        (("bench", "--report", "/no/such/report.json"), "/no/such does not exist"),
         (("run", "--", "/etc/hostname"), "cannot be run"),
         (("run", "--", "/bin/true"), "this is not llama-server"),
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
@@ -154,8 +158,9 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
 def test_wrong_command_is_told_in_words(
     tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    given = [str(tmp_path / "empty") if each == "EMPTY" else each for each in arguments]
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "THERE").touch()
+    given = [str(tmp_path / each) if each in ("EMPTY", "THERE") else each for each in arguments]
     nobody = {ENVIRONMENT_PREFIX + "ADMIN": "127.0.0.1:1"}
     assert words in told(*given, environment=nobody)[1]
 

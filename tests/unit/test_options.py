@@ -10,7 +10,7 @@ SLOT = SlotId(0)
 
 
 def test_total_seconds_of_a_start_add_what_it_costs_others() -> None:
-    displacement = Displacement(n_lost=100, saves=True, delay_seconds=0.5, seconds=2.0)
+    displacement = Displacement(saves=True, delay_seconds=0.5, seconds=2.0)
     assert Start(SLOT, seconds=3.0).total_seconds == 3.0
     assert Start(SLOT, seconds=3.0, displacement=displacement).total_seconds == 5.0
 

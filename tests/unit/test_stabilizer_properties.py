@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from proxy.core.messages import CONVERSATIONS, Route
@@ -200,6 +200,19 @@ def conversation_request(form: Route, n_turns: int, request: Any) -> Any:
     return {name: [{"role": "system", "content": system}, *messages[:-1]], "tools": tools}
 
 
+READ_IN_TWO_RUNS = [
+    ([tool], "Sat Nov 21 2026", "", "plan", run)
+    for tool, run in [
+        ("read", "run 0a1b2c3d4e"),
+        ("bash", "run 0a1b2c3d4e"),
+        ("read", "run 5f6a7b8c9d"),
+        ("read", "run 5f6a7b8c9d"),
+    ]
+]
+"""sticky_tool_text holds the second run's description, and sticky_session leaves the id in it out."""
+
+
+@example(Route.CHAT, READ_IN_TWO_RUNS, {Name.STICKY_TOOL_TEXT, Name.STICKY_SESSION}, RequestFacts())
 @given(FORMS, REQUESTS, st.sets(st.sampled_from(Name)), st.sampled_from(FACTS))
 def test_every_request_of_a_conversation_is_stabilized_once_and_for_all(
     form: Route, requests: list[Any], switches: set[Name], facts: RequestFacts

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.web.errors import edit_of_answer, edit_of_stream
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api, events_of
+from tests.unit.edits import edit_of_answer, edit_of_stream
 
 # What a model may say; in a Messages answer that comes whole, a call's input is not escaped.
 LIES = {

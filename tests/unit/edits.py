@@ -1,0 +1,27 @@
+"""The edits of an answer of llama-server, of which only status and headers are known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from proxy.explain.report import Told
+from proxy.llama.answers import Diagnose
+from proxy.web.errors import Edit, StreamEdit, edits_of
+
+
+def _answer(status: int, content_type: str) -> Any:
+    headers = {"Content-Type": content_type, "Content-Length": "1000"}
+    return SimpleNamespace(method="POST", status=status, headers=headers)
+
+
+def edit_of_stream(
+    path: str, n_found: int | None, diagnose: Diagnose | None = None
+) -> StreamEdit | None:
+    answer = _answer(200, "text/event-stream")
+    return edits_of(path, answer, n_found, Told(diagnose=diagnose))[0]
+
+
+def edit_of_answer(
+    path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
+) -> Edit | None:
+    answer = _answer(status, "application/json")
+    return edits_of(path, answer, n_found, Told(diagnose=diagnose))[1]
