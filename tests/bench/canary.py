@@ -10,7 +10,6 @@ python -m tests.bench.canary [--document] [--rule-only] [--kind KIND ...] [VERSI
 """
 
 import argparse
-import asyncio
 import os
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.llama.state_file import StateFile, read_state_file
 from tests.bench.document import add_page_arguments, prove
+from tests.bench.interrupts import run_to_the_end
 from tests.bench.section import Section
 from tests.bench.traces.__main__ import measure
 from tests.bench.traces.measure import DRAFTING
@@ -131,6 +131,14 @@ def _installed_name(binary: Path) -> str:
     )
 
 
+async def run(given: argparse.Namespace) -> int:
+    """Measure and print; return the exit status."""
+    section = await examine_all(given.version, given.kind, rule_only=given.rule_only)
+    print(section.markdown())
+    prove(given, "canary", [section])
+    return 1 if section.n_missed else 0
+
+
 def main() -> int:
     """Examine the builds that the command line names, or one of each month."""
     parser = argparse.ArgumentParser(description="Examine real builds of llama-server.")
@@ -139,10 +147,7 @@ def main() -> int:
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rule-only", action="store_true", help="without the trace")
     given = parser.parse_args()
-    section = asyncio.run(examine_all(given.version, given.kind, rule_only=given.rule_only))
-    print(section.markdown())
-    prove(given, "canary", [section])
-    return 1 if section.n_missed else 0
+    return run_to_the_end(lambda _: run(given))
 
 
 if __name__ == "__main__":
