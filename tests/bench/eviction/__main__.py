@@ -56,7 +56,7 @@ def measure(trace_name: str, memory_name: str, percents: list[int], policies: li
             "budget, % of the working set",
             "Belady: hit rate",
             *policies,
-            "ours less the better of these",
+            f"ours less {' or '.join(BEATEN)}",
         ),
     )
     cases = list(product([OPTIMUM, *policies], percents))
