@@ -62,7 +62,7 @@ class Part:
 
 _EVICTION = ("tests.bench.eviction", "--trace", CONVERSATION, SYNTHETIC)
 _AGENTS = ("tests.bench.eviction", "--memory", "full", "hybrid", "--trace", "agents")
-_SOME = ("--policy", "ours", "LRU", "--budget", "10")
+_SOME = ("--policy", "ours", "LRU", "S3-FIFO", "--budget", "10")
 _SECOND, _WEAR = "tests.bench.eviction.second", ("tests.bench.wear", CONVERSATION, SYNTHETIC)
 _KL, _TESTS = "tests.bench.divergence", "tests.bench.server_tests"
 _AIPERF, _BESIDE = "tests.bench.neutral_load", "tests.bench.side_by_side"

@@ -10,6 +10,7 @@ python -m tests.bench.eviction --trace PATH [PATH ...] [--memory full hybrid] [-
 
 import argparse
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
@@ -66,12 +67,21 @@ def measure(trace_name: str, memory_name: str, percents: list[int], policies: li
     for percent in percents:
         best = found[OPTIMUM, percent]
         shares = {p: found[p, percent].seconds / best.seconds for p in policies}
-        least = max(shares.get(rival, 0.0) for rival in BEATEN)
-        ours = shares.get("ours", 0.0)
-        is_met = ours >= max(least, near_share if percent == near_at else 0.0)
         cells = (f"{share:.3f}" for share in shares.values())
-        section.add(percent, f"{best.hit_rate:.3f}", *cells, f"{ours - least:+.5f}", is_met=is_met)
+        lead, is_met = judged(shares, near_share if percent == near_at else 0.0)
+        section.add(percent, f"{best.hit_rate:.3f}", *cells, lead, is_met=is_met)
     return section
+
+
+def judged(shares: Mapping[str, float], least: float) -> tuple[str, bool | None]:
+    """Return how far ours is before the better of its rivals, and whether it meets the bar.
+
+    `least` is the share of Belady's that it has to save. Without ours or all rivals nothing is judged.
+    """
+    if not {"ours", *BEATEN} <= shares.keys():
+        return "-", None
+    lead = shares["ours"] - max(shares[rival] for rival in BEATEN)
+    return f"{lead:+.5f}", lead >= 0 and shares["ours"] >= least
 
 
 def short_name(trace_name: str) -> str:
