@@ -33,7 +33,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-load bench-shared flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-load proof bench-shared flame clean
 
 all: lint type test
 
@@ -212,6 +212,15 @@ $(LOAD_TOOLS):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check aiperf==0.13.0 cache-pressure==0.6.3 \
 	  hearth-llm==0.1.1 kvprof==0.2.0
+	@touch $@
+
+# Everything on docs/proof.md, one part after the other: at most three hours on two cores. TRACES=folder of
+# Mooncake's traces, without which two sections stay as they are. QUICK=1: a small part, into a copy (2 minutes).
+SIMULATOR := $(LAB)/kvcache-simulator/.installed
+proof: $(SETUP) llama-server older-builds models $(LOAD_TOOLS) $(SIMULATOR)
+	@$(BIN)/python -m tests.bench.proof $(TRACES:%=--traces %) $(QUICK:%=--quick)
+$(SIMULATOR): $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(@D) kvcache-simulator==0.1.3
 	@touch $@
 
 # Hosts as network namespaces, with a bucket (half an hour; as root): make bench-shared PART=moves.

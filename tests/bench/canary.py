@@ -6,11 +6,10 @@ half-way.
 The hybrid model is also examined with drafting (draft-mtp). Builds that are not there are fetched from PyPI
 (`xllamacpp`); the installed llama-server comes last. Exit status 1 if a bar is missed.
 
-python -m tests.bench.canary [--document] [--rule-only] [VERSION ...]
+python -m tests.bench.canary [--document] [--rule-only] [--kind KIND ...] [VERSION ...]
 """
 
 import argparse
-import asyncio
 import os
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from pathlib import Path
 
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.llama.state_file import StateFile, read_state_file
-from tests.bench.document import document
+from tests.bench.document import add_page_arguments, prove
+from tests.bench.interrupts import run_to_the_end
 from tests.bench.section import Section
 from tests.bench.traces.__main__ import measure
 from tests.bench.traces.measure import DRAFTING
@@ -29,13 +29,7 @@ from tests.lab.conversation import prose
 from tests.lab.models import MEMORIES, build_model
 from tests.lab.older_server import binary_of, install
 from tests.lab.rig import Rig
-from tests.lab.server import (
-    DEFAULT_MODEL_FOLDER,
-    REPOSITORY,
-    LlamaServer,
-    LlamaServerError,
-    find_llama_server,
-)
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, LlamaServerError, find_llama_server
 
 BUILDS = (
     *("2026.4.8672", "2026.5.9294", "2026.6.9713", "2026.7.10068", "2026.8.10566"),
@@ -102,7 +96,7 @@ async def examine(section: Section, name: str, kind: str, binary: Path, *, rule_
         section.add(name, memory, *cells, outcome.reason.splitlines()[0][:60], is_met=False)
 
 
-async def examine_all(versions: list[str], *, rule_only: bool) -> Section:
+async def examine_all(versions: list[str], kinds: list[str], *, rule_only: bool) -> Section:
     """Return the table."""
     section = Section(
         "Builds, month by month",
@@ -117,7 +111,7 @@ async def examine_all(versions: list[str], *, rule_only: bool) -> Section:
         install(version)
     binaries = {_name_of(version): binary_of(version) for version in versions}
     for name, binary in {**binaries, _installed_name(installed): installed}.items():
-        for kind in KINDS:
+        for kind in kinds:
             await examine(section, name, kind, binary, rule_only=rule_only)
             print(section.rows[-1], file=sys.stderr, flush=True)
     return section
@@ -137,19 +131,23 @@ def _installed_name(binary: Path) -> str:
     )
 
 
+async def run(given: argparse.Namespace) -> int:
+    """Measure and print; return the exit status."""
+    section = await examine_all(given.version, given.kind, rule_only=given.rule_only)
+    print(section.markdown())
+    prove(given, "canary", [section])
+    return 1 if section.n_missed else 0
+
+
 def main() -> int:
     """Examine the builds that the command line names, or one of each month."""
     parser = argparse.ArgumentParser(description="Examine real builds of llama-server.")
     parser.add_argument("version", nargs="*", default=list(BUILDS))
-    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
+    add_page_arguments(parser)
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rule-only", action="store_true", help="without the trace")
     given = parser.parse_args()
-    section = asyncio.run(examine_all(given.version, rule_only=given.rule_only))
-    print(section.markdown())
-    if given.document:
-        path = REPOSITORY / "docs" / "proof.md"
-        document("canary", [section], level=3, path=path)
-    return 1 if section.n_missed else 0
+    return run_to_the_end(lambda _: run(given))
 
 
 if __name__ == "__main__":

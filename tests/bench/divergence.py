@@ -29,14 +29,14 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from tests.bench.document import document
+from tests.bench.document import add_page_arguments, prove
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.lab.conversation import prose
 from tests.lab.models import MEMORIES, model_path
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 N_ANSWER = 32
 N_TOP = 100
@@ -232,8 +232,10 @@ def add_rows(section: Section, kind: str, by_seed: list[dict[str, Distances]]) -
 
 def described(by_kind: dict[str, list[dict[str, Distances]]]) -> Section:
     """Return the table; what it leaves out is said on stderr."""
+    seeds = [sum(d["restored"].n_cuts for d in by_seed) for by_seed in by_kind.values()]
+    n_seeds = max(len(by_seed) for by_seed in by_kind.values())
     section = Section(
-        "Restored states",
+        f"Restored states: {sum(seeds):,} cuts, {n_seeds} seeds for each memory type",
         "KL of restored not above that of another batch size: median, 99 %, largest",
         (
             *("memory", "against fresh", "KL: median", "99 %", "largest", "99 % by seed"),
@@ -259,8 +261,7 @@ async def run(given: argparse.Namespace, leftovers: ExitStack) -> int:
             by_kind.setdefault(kind, []).append(found)
     section = described(by_kind)
     print(section.markdown())
-    if given.document:
-        document("divergence", [section], level=3, path=REPOSITORY / "docs" / "proof.md")
+    prove(given, "divergence", [section])
     return 1 if section.n_missed else 0
 
 
@@ -270,7 +271,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cuts", type=int, default=50, help="of each seed and memory type")
     parser.add_argument("--kind", nargs="+", choices=MEMORIES, default=list(MEMORIES))
-    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
+    add_page_arguments(parser)
     given = parser.parse_args()
     return run_to_the_end(partial(run, given))
 

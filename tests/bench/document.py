@@ -1,9 +1,10 @@
-"""Puts what was measured into docs/benchmarks.md, or another document.
+"""Puts what was measured into docs/benchmarks.md, docs/proof.md or another document.
 
 A measured part stands between `<!-- measured: NAME -->` and `<!-- end -->`; what stands outside is
 written by hand, and kept.
 """
 
+import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.bench.section import Section
 from tests.lab.server import REPOSITORY
 
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
+PROOF = REPOSITORY / "docs" / "proof.md"
 
 
 def document(
@@ -22,6 +24,19 @@ def document(
     if f"<!-- measured: {name} -->" in text:
         shown = [section.markdown(level) for section in sections if section.is_documented]
         path.write_text(put(text, name, "\n\n".join(shown)))
+
+
+def add_page_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `prove` reads."""
+    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
+    parser.add_argument("--page", type=Path, default=PROOF, help="or another page in its place")
+
+
+def prove(given: argparse.Namespace, name: str, sections: Iterable[Section]) -> None:
+    """Write *sections* into the page if the command line says so; raises KeyError without a place."""
+    if given.document:
+        measured = "\n\n".join(section.markdown(3) for section in sections)
+        given.page.write_text(put(given.page.read_text(), name, measured))
 
 
 def put(text: str, name: str, measured: str) -> str:

@@ -4,9 +4,10 @@ kvprof (PyPI) records what passes between the proxy and llama-server, and finds 
 request each one goes on from, and where it leaves it. Replays of clients' changes in the form of chat
 completions, nothing stabilized, so that both see the same requests.
 
-python -m tests.bench.kvprof [NAME ...]
+python -m tests.bench.kvprof [--document] [NAME ...]
 """
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -21,7 +22,8 @@ import structlog
 
 from proxy.core.messages import Route
 from tests.bench.aiperf import PROGRAM
-from tests.bench.interrupts import run_section
+from tests.bench.document import add_page_arguments, prove
+from tests.bench.interrupts import run_to_the_end
 from tests.bench.section import Section
 from tests.lab.clients.replays import PATHS, REPLAYS, Replay, tagged
 from tests.lab.models import model_path
@@ -33,8 +35,8 @@ MOST_APART = 1
 """Tokens: the last one that two prompts share may count for either."""
 
 
-async def measure(leftovers: ExitStack) -> Section:
-    """Return the table of the replays that the command line names, of all by default."""
+async def measure(names: list[str], leftovers: ExitStack) -> Section:
+    """Return the table of the replays of these names, of all without any."""
     section = Section(
         "Tokens in common with the nearest earlier request: kvprof and explain",
         f"at most {MOST_APART} token apart",
@@ -55,7 +57,7 @@ async def measure(leftovers: ExitStack) -> Section:
     rig = Rig(server, slots, upstream=f"http://{tap}", stabilizers="none", settles=False)
     async with rig:
         await rig.settled()
-        ours = await _asked(rig)
+        ours = await _asked(rig, names)
         theirs = await asyncio.to_thread(_analyzed, server, traces)
     for (name, number, explained), summary in zip(ours, theirs, strict=True):
         nearest = explained.get("nearest") or {}
@@ -68,10 +70,10 @@ async def measure(leftovers: ExitStack) -> Section:
     return section
 
 
-async def _asked(rig: Rig) -> list[tuple[str, int, dict[str, Any]]]:
+async def _asked(rig: Rig, names: list[str]) -> list[tuple[str, int, dict[str, Any]]]:
     """Send all requests; return the name, number and explanation of each."""
     asked, tags = [], (f"agent_{n}" for n in count(10))
-    for replay in (r for r in REPLAYS if r.form is Route.CHAT and _is_named(r)):
+    for replay in (r for r in REPLAYS if r.form is Route.CHAT and _is_named(r, names)):
         tag = next(tags)
         for number, body in enumerate(replay.changed, 1):
             await rig.post(
@@ -83,8 +85,7 @@ async def _asked(rig: Rig) -> list[tuple[str, int, dict[str, Any]]]:
     return asked
 
 
-def _is_named(replay: Replay) -> bool:
-    names = sys.argv[1:]
+def _is_named(replay: Replay, names: list[str]) -> bool:
     return not names or replay.name in names or replay.name.split()[0] in names
 
 
@@ -102,6 +103,22 @@ def _drop(*_: object) -> Any:
     raise structlog.DropEvent
 
 
-if __name__ == "__main__":
+async def run(given: argparse.Namespace, leftovers: ExitStack) -> int:
+    """Measure and print; return the exit status."""
+    section = await measure(given.name, leftovers)
+    print(section.markdown(), flush=True)
+    prove(given, "kvprof", [section])
+    return 1 if section.n_missed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare explain with kvprof.")
+    parser.add_argument("name", nargs="*", metavar="NAME", help="of replays; all by default")
+    add_page_arguments(parser)
+    given = parser.parse_args()
     structlog.configure(processors=[_drop])
-    sys.exit(run_section(measure))
+    return run_to_the_end(lambda leftovers: run(given, leftovers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

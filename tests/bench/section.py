@@ -1,6 +1,8 @@
 """One table of the benchmark, as markdown. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass
@@ -16,6 +18,8 @@ class Section:
     rows: list[tuple[str, ...]] = field(default_factory=list)
     n_missed: int = 0
     is_documented: bool = True
+    note: str = ""
+    """A paragraph below the table."""
 
     def add(self, *cells: object, is_met: bool | None) -> None:
         """Add a row; `is_met` is None where there is no bar."""
@@ -33,11 +37,20 @@ class Section:
         rules = ["---:" if is_numeric else "---" for is_numeric in numeric]
         lines = [_line(rows[0]), _line(rules), *map(_line, rows[1:])]
         verdict = [self._verdict(), ""] if self.bar else []
-        return "\n".join([f"{'#' * level} {self.title}", "", *verdict, *lines])
+        note = ["", self.note] if self.note else []
+        return "\n".join([f"{'#' * level} {self.title}", "", *verdict, *lines, *note])
 
     def _verdict(self) -> str:
         result = f"{self.n_missed} of {len(self.rows)} rows miss it" if self.n_missed else "met"
         return f"Bar: {self.bar}. Result: {result}."
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """Return the median of several runs in words, and from where to where they range if they differ."""
+    least, middle, most = (
+        format(value, form) for value in (min(values), median(values), max(values))
+    )
+    return middle if least == most else f"{middle} ({least} to {most})"
 
 
 def _cell(cell: object) -> str:

@@ -4,20 +4,23 @@ llama-server with its RAM cache at three sizes, slot files saved by hand, hearth
 one slot), and the proxy. Wrong answers are those that differ from the first of them, which evaluates every
 prompt that its slot does not hold: what the others with a RAM cache have of them is rounding.
 
-python -m tests.bench.side_by_side [--trace NAME ...] [--kind KIND ...] [--document]
+python -m tests.bench.side_by_side [--trace NAME ...] [--kind KIND ...] [--contender NAME ...]
+                                    [--times N] [--document]
 """
 
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import quantiles
 from urllib.parse import urlsplit
 
 from tests.bench.aiperf import PROGRAM
-from tests.bench.document import document
+from tests.bench.document import add_page_arguments, prove
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import (
     POLL_SECONDS,
@@ -28,16 +31,15 @@ from tests.bench.processes import (
     Stack,
 )
 from tests.bench.progress import tell
-from tests.bench.section import Section
+from tests.bench.section import Section, spread
 from tests.bench.slot_files import SlotFilesPlayer
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.chat import ChatFailed
 from tests.bench.traces.play import Player
 from tests.bench.traces.trace import Trace
 from tests.lab.models import MEMORIES
-from tests.lab.server import REPOSITORY, LlamaServerError, request
+from tests.lab.server import LlamaServerError, request
 
-PAGE = REPOSITORY / "docs" / "proof.md"
 CHOSEN = ("agent", "branch", "interleaved", "mixed")
 KINDS = ("full", "hybrid")
 HEARTH = PROGRAM.with_name("hearth")
@@ -122,32 +124,48 @@ async def play(contender: str, trace: Trace, kind: str, leftovers: ExitStack) ->
     )
 
 
-async def compare(section: Section, name: str, kind: str, leftovers: ExitStack) -> None:
-    """Add the rows of one trace."""
+async def compare(
+    section: Section, name: str, kind: str, arguments: argparse.Namespace, leftovers: ExitStack
+) -> None:
+    """Add the rows of one trace; by turns, so that the machine's moods hit all alike."""
     trace = TRACES[name]()
-    reference: Outcome | None = None
-    for contender in CONTENDERS:
-        tell(f"{name}, {kind}, {contender}")
+    found: dict[str, list[Outcome]] = {contender: [] for contender in arguments.contender}
+    failed: dict[str, str] = {}
+    for time, contender in product(range(arguments.times), found):
+        tell(f"{name}, {kind}, {contender}, {time + 1} of {arguments.times}")
         try:
-            outcome = await play(contender, trace, kind, leftovers)
+            found[contender].append(await play(contender, trace, kind, leftovers))
         except FAILURES as failure:
-            section.add(name, contender, str(failure).splitlines()[0][:80], *"-----", is_met=None)
-            continue
-        reference = reference or outcome
-        p50, p95 = outcome.quantiles()
-        section.add(
-            *(name, contender, outcome.n_evaluated, f"{1000 * p50:,.0f}", f"{1000 * p95:,.0f}"),
-            *(f"{outcome.seconds:.1f}", f"{outcome.n_written_bytes / 1e6:,.1f}"),
-            f"{outcome.n_wrong(reference)} of {len(reference.answers)}",
-            is_met=None,
-        )
+            failed[contender] = str(failure).splitlines()[0][:80]
+    reference = next((outcomes[0] for outcomes in found.values() if outcomes), None)
+    for contender, outcomes in found.items():
+        if contender in failed or reference is None:
+            section.add(name, contender, failed[contender], *"-----", is_met=False)
+        else:
+            section.add(name, contender, *_cells(outcomes, reference), is_met=None)
+
+
+def _cells(outcomes: list[Outcome], reference: Outcome) -> Iterator[str]:
+    """Yield what a row says of several runs."""
+    p50s, p95s = zip(*(outcome.quantiles() for outcome in outcomes), strict=True)
+    yield spread([outcome.n_evaluated for outcome in outcomes])
+    yield from (spread([1000 * seconds for seconds in each]) for each in (p50s, p95s))
+    yield spread([outcome.seconds for outcome in outcomes], ".1f")
+    yield spread([outcome.n_written_bytes / 1e6 for outcome in outcomes], ",.1f")
+    n_wrong = sum(outcome.n_wrong(reference) for outcome in outcomes)
+    yield f"{n_wrong} of {len(outcomes) * len(reference.answers)}"
+
+
+def _times(n_times: int) -> str:
+    return "one run" if n_times == 1 else f"{n_times} runs: median (range)"
 
 
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
-    """Measure, print and document."""
+    """Measure, print and document; return 1 if a contender failed."""
+    n_failed = 0
     for kind in arguments.kind:
         section = Section(
-            f"Beside what else there is ({kind})",
+            f"Side by side: {kind}, tiny, {_times(arguments.times)}",
             "",
             (
                 *("trace", "", "tokens evaluated", "first token p50, ms", "p95, ms", "wall, s"),
@@ -155,18 +173,22 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
             ),
         )
         for name in arguments.trace:
-            await compare(section, name, kind, leftovers)
+            await compare(section, name, kind, arguments, leftovers)
         print(section.markdown() + "\n", flush=True)
-        if arguments.document:
-            document(f"side by side, {kind}", [section], level=3, path=PAGE)
-    return 0
+        prove(arguments, f"side by side, {kind}", [section])
+        n_failed += section.n_missed
+    return 1 if n_failed else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the proxy with what else there is.")
     parser.add_argument("--trace", nargs="+", choices=tuple(TRACES), default=CHOSEN)
     parser.add_argument("--kind", nargs="+", choices=MEMORIES, default=KINDS)
-    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
+    add_page_arguments(parser)
+    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument(
+        "--times", type=int, default=1, help="of each; medians and ranges are shown"
+    )
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments, leftovers))
 

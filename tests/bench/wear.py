@@ -6,19 +6,21 @@ before others have taken every slot. Beside it, what a store of blocks would wri
 traces have no times, so they are counted at two paces. Speeds are the proxy's defaults: 500 tokens and 1 GB
 a second.
 
-python -m tests.bench.wear [--slots N] [--idle SECONDS] [PATH ...]     (PATH: a trace in Mooncake's format)
+python -m tests.bench.wear [--slots N] [--idle SECONDS] [--document] [PATH ...]
+                            (PATH: a trace in Mooncake's format)
 """
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace, token_ids
 from proxy.settings import Settings
+from tests.bench.document import add_page_arguments, prove
+from tests.bench.eviction.__main__ import short_name
 from tests.bench.eviction.shelf import MEMORIES, Memory
 from tests.bench.eviction.trace import (
     AGENTS,
@@ -32,6 +34,8 @@ from tests.bench.section import Section
 
 PACES_SECONDS = (5.0, 20.0)
 """From one request of our own traces to the next: loops of tools, and users who read."""
+PATIENT_SECONDS = 60.0
+"""`idle_save_seconds` of a user who reads long, in a row of its own."""
 LIFE_BYTES, N_A_DAY = 600e12, 1000
 N_POINTS = 2
 """Context checkpoints that a thinned file of a hybrid model keeps."""
@@ -76,49 +80,55 @@ def wear_of(trace: list[Asked], memory: Memory, n_slots: int, idle_seconds: floa
     return Wear(len(written), sum(written), n_known)
 
 
-def measure(name: str, paths: list[str], n_slots: int, idle_seconds: float) -> Section:
-    """Return the table of one memory type."""
-    memory = MEMORIES[name]
+def measure(paths: list[str], n_slots: int, idle_seconds: float) -> Section:
+    """Return the table of all traces on each memory type."""
     section = Section(
-        f"Wear: {name}, {memory.token_bytes // 1000} kB a token, {n_slots} slots",
+        f"Wear: {n_slots} slots",
         "",
         (
-            *("trace", "requests", "saves", "GB written", "each block once, GB"),
-            *("kB per token reused", f"GB for {N_A_DAY:,} requests", "600 TB last, years"),
+            *("trace", "memory, kB a token", "requests", "saves", "GB written"),
+            *("each block once, GB", "times as much", "kB per token reused"),
+            *(f"GB for {N_A_DAY:,} requests", f"600 TB last, at {N_A_DAY:,} a day, years"),
         ),
     )
-    for title, trace in _traces(paths):
-        wear = wear_of(trace, memory, n_slots, idle_seconds)
-        each_once = n_distinct_blocks(trace) * BLOCK_TOKENS * memory.token_bytes
-        day_bytes = wear.n_bytes / len(trace) * N_A_DAY
-        section.add(
-            *(title, len(trace), wear.n_saves, f"{wear.n_bytes / 1e9:,.0f}"),
-            *(f"{each_once / 1e9:,.0f}", f"{wear.n_bytes / 1000 / wear.n_known:.0f}"),
-            *(f"{day_bytes / 1e9:,.0f}", f"{LIFE_BYTES / day_bytes / 365:.1f}"),
-            is_met=None,
-        )
+    for memory_name, memory in MEMORIES.items():
+        for title, trace, idle in _traces(paths, idle_seconds):
+            wear = wear_of(trace, memory, n_slots, idle)
+            each_once = n_distinct_blocks(trace) * BLOCK_TOKENS * memory.token_bytes
+            day_bytes = wear.n_bytes / len(trace) * N_A_DAY
+            section.add(
+                *(title, f"{memory_name}, {memory.token_bytes // 1000}", len(trace), wear.n_saves),
+                *(f"{wear.n_bytes / 1e9:,.0f}", f"{each_once / 1e9:,.0f}"),
+                *(f"{wear.n_bytes / each_once:.1f}", f"{wear.n_bytes / 1000 / wear.n_known:.0f}"),
+                *(f"{day_bytes / 1e9:,.0f}", f"{LIFE_BYTES / day_bytes / 365:.1f}"),
+                is_met=None,
+            )
     return section
 
 
-def _traces(paths: list[str]) -> Iterator[tuple[str, list[Asked]]]:
+def _traces(paths: list[str], idle_seconds: float) -> Iterator[tuple[str, list[Asked], float]]:
+    """Yield traces with the idle seconds after which they are saved."""
     own = read_trace(AGENTS)
     for pace in PACES_SECONDS:
         paced = [replace(asked, at=number * pace) for number, asked in enumerate(own)]
-        yield f"ours, every {pace:.0f} s", paced
+        yield f"ours, every {pace:.0f} s", paced, idle_seconds
+    yield f"the same, idle {PATIENT_SECONDS:.0f} s", paced, PATIENT_SECONDS
     for path in paths:
-        yield Path(path).name.split(".")[0], read_trace(path)
+        yield short_name(path), read_trace(path), idle_seconds
 
 
 def main() -> None:
-    """Print a table for each memory type."""
+    """Print the table."""
     idle_seconds = Settings(slot_save_path="").idle_save_seconds
     parser = argparse.ArgumentParser(description="Estimate what is written.")
     parser.add_argument("paths", nargs="*", metavar="PATH")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--idle", type=float, default=idle_seconds, help="idle_save_seconds")
+    add_page_arguments(parser)
     given = parser.parse_args()
-    for name in MEMORIES:
-        print(measure(name, given.paths, given.slots, given.idle).markdown() + "\n", flush=True)
+    section = measure(given.paths, given.slots, given.idle)
+    print(section.markdown())
+    prove(given, "wear", [section])
 
 
 if __name__ == "__main__":

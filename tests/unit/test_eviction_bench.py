@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.bench.eviction.__main__ import judged
 from tests.bench.eviction.play import play, play_optimum
 from tests.bench.eviction.policies import POLICIES
 from tests.bench.eviction.shelf import MEMORIES
@@ -73,3 +74,11 @@ def test_optimum_keeps_what_is_wanted_soonest() -> None:
     trace = [replace(a, n_prompt=a.n_prompt + 1) for a in trace]
     assert play_optimum(trace, 1).n_reused == BLOCK_TOKENS
     assert play_optimum(trace, 2).n_reused == 2 * BLOCK_TOKENS
+
+
+def test_bar_is_that_of_the_better_rival_and_of_the_optimum() -> None:
+    shares = {"ours": 0.76, "LRU": 0.73, "S3-FIFO": 0.65}
+    assert judged(shares, 0.0) == ("+0.03000", True)
+    assert judged(shares, 0.9) == ("+0.03000", False)
+    assert judged({**shares, "S3-FIFO": 0.7601}, 0.0) == ("-0.00010", False)
+    assert judged({"ours": 0.76, "LRU": 0.73}, 0.0) == ("-", None)

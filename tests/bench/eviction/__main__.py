@@ -1,19 +1,22 @@
 """How much of what Belady's optimum saves our eviction saves, and others: by trace and budget.
 
-A budget is a part of the working set: the bytes of all distinct blocks of the trace. Exit status 1 if a
-bar is missed. Mooncake's traces: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+A budget is a part of the working set: the bytes of all distinct blocks of the trace. *learned* is the best
+order that turns and pauses can tell, learned from half of the very trace. Exit status 1 if a bar is missed.
+Mooncake's traces: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 
 python -m tests.bench.eviction --trace PATH [PATH ...] [--memory full hybrid] [--budget 1 2 5 ...]
-                               [--policy NAME ...]      (`--trace agents`: our own traces)
+                               [--policy NAME ...] [--document]    (`--trace agents`: our own traces)
 """
 
 import argparse
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
 
+from tests.bench.document import add_page_arguments, prove
 from tests.bench.eviction.learned import Learned
 from tests.bench.eviction.play import Saved, play, play_optimum
 from tests.bench.eviction.policies import POLICIES as OTHERS
@@ -24,6 +27,8 @@ from tests.bench.section import Section
 BUDGETS = (1, 2, 5, 10, 20, 50)
 """Percent of the working set."""
 BEATEN = ("LRU", "S3-FIFO")
+NEAR_OPTIMUM = {"conversation": (10, 0.9)}
+"""At this budget ours is to save this share of what Belady saves."""
 POLICIES = {**OTHERS, "learned": Learned}
 
 
@@ -42,11 +47,18 @@ OPTIMUM = "Belady"
 
 def measure(trace_name: str, memory_name: str, percents: list[int], policies: list[str]) -> Section:
     """Return the table of one trace on one memory type."""
-    title = f"{Path(trace_name).name.split('.')[0]}, {memory_name}"
+    name = short_name(trace_name)
+    near_at, near_share = NEAR_OPTIMUM.get(name, (0, 0.0))
+    near = f", and at {near_at} % at least {near_share} of Belady's" if near_at else ""
     section = Section(
-        f"Eviction: {title}",
-        f"ours above {' and '.join(BEATEN)} at every budget",
-        ("budget, % of the working set", "Belady: hit rate", *(f"{p}" for p in policies)),
+        f"Eviction: {name}, {memory_name}",
+        f"ours not below {' and '.join(BEATEN)} at every budget{near}",
+        (
+            "budget, % of the working set",
+            "Belady: hit rate",
+            *policies,
+            f"ours less {' or '.join(BEATEN)}",
+        ),
     )
     cases = list(product([OPTIMUM, *policies], percents))
     with ProcessPoolExecutor(2) as pool:
@@ -55,11 +67,25 @@ def measure(trace_name: str, memory_name: str, percents: list[int], policies: li
     for percent in percents:
         best = found[OPTIMUM, percent]
         shares = {p: found[p, percent].seconds / best.seconds for p in policies}
-        rivals = [shares[p] for p in BEATEN if p in shares]
-        is_met = shares["ours"] >= max(rivals) if "ours" in shares and rivals else None
         cells = (f"{share:.3f}" for share in shares.values())
-        section.add(percent, f"{best.hit_rate:.3f}", *cells, is_met=is_met)
+        lead, is_met = judged(shares, near_share if percent == near_at else 0.0)
+        section.add(percent, f"{best.hit_rate:.3f}", *cells, lead, is_met=is_met)
     return section
+
+
+def judged(shares: Mapping[str, float], least: float) -> tuple[str, bool | None]:
+    """Return how far ours is before the better of its rivals, and whether it meets the bar.
+
+    `least` is the share of Belady's that it has to save. Without ours or all rivals nothing is judged.
+    """
+    if not {"ours", *BEATEN} <= shares.keys():
+        return "-", None
+    lead = shares["ours"] - max(shares[rival] for rival in BEATEN)
+    return f"{lead:+.5f}", lead >= 0 and shares["ours"] >= least
+
+
+def short_name(trace_name: str) -> str:
+    return Path(trace_name).name.split(".")[0].removesuffix("_trace")
 
 
 def main() -> int:
@@ -69,11 +95,13 @@ def main() -> int:
     parser.add_argument("--memory", nargs="+", default=["full"], choices=tuple(MEMORIES))
     parser.add_argument("--budget", nargs="+", type=int, default=list(BUDGETS), metavar="PERCENT")
     parser.add_argument("--policy", nargs="+", default=list(POLICIES), choices=tuple(POLICIES))
+    add_page_arguments(parser)
     given = parser.parse_args()
     n_missed = 0
     for trace, memory in product(given.trace, given.memory):
         section = measure(trace, memory, given.budget, given.policy)
         print(section.markdown() + "\n", flush=True)
+        prove(given, f"eviction, {short_name(trace)}, {memory}", [section])
         n_missed += section.n_missed
     return 1 if n_missed else 0
 

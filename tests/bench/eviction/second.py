@@ -2,18 +2,18 @@
 
 Both count the second half of the requests, as that simulator does. Exit status 1 if they differ.
 
-pip install kvcache-simulator
-python -m tests.bench.eviction.second PATH [PATH ...]
+`make proof` installs it. python -m tests.bench.eviction.second [--document] PATH [PATH ...]
 """
 
+import argparse
 import sys
-from pathlib import Path
 
 from kvcache_sim.plan import build_execution_plan  # type: ignore[import-not-found]
 from kvcache_sim.policies import simulate_policy  # type: ignore[import-not-found]
 from kvcache_sim.trace import parse_trace_file  # type: ignore[import-not-found]
 
-from tests.bench.eviction.__main__ import BUDGETS
+from tests.bench.document import add_page_arguments, prove
+from tests.bench.eviction.__main__ import BUDGETS, short_name
 from tests.bench.eviction.play import play_optimum
 from tests.bench.eviction.trace import BLOCK_TOKENS, n_distinct_blocks, read_trace
 from tests.bench.section import Section
@@ -29,7 +29,7 @@ def measure(path: str) -> Section:
         build_execution_plan(parse_trace_file(path, block_size=BLOCK_TOKENS)),
     )
     section = Section(
-        f"Optimum of {Path(path).name.split('.')[0]}, second half",
+        f"Optimum of {short_name(path)}, second half",
         "both the same",
         ("budget, % of the working set", "ours", "kvcache-simulator", "its LRU of blocks"),
     )
@@ -44,9 +44,14 @@ def measure(path: str) -> Section:
 
 def main() -> int:
     """Compare what the command line names."""
-    sections = [measure(path) for path in sys.argv[1:]]
+    parser = argparse.ArgumentParser(description="Compare the optimum with another simulator's.")
+    parser.add_argument("path", nargs="+", metavar="PATH")
+    add_page_arguments(parser)
+    given = parser.parse_args()
+    sections = [measure(path) for path in given.path]
     for section in sections:
         print(section.markdown() + "\n")
+    prove(given, "eviction, optimum", sections)
     return 1 if any(section.n_missed for section in sections) else 0
 
 
