@@ -51,9 +51,10 @@ async def test_fault(start_rig: StartRig, row: Row) -> None:
 
 
 async def _asked(rig: Rig, messages: Any) -> Any:
-    """Return the answer to a chat, once the slot is free again."""
+    """Return the answer to a chat, once the slot is free again and what it displaced is committed."""
     reply = await rig.chat(messages)
     await until(lambda: rig.n_occupied() == 0)
+    await until(lambda: rig.process and not rig.process.saves.under_way)
     return reply.content["choices"]
 
 
