@@ -140,9 +140,9 @@ async def again(rig: Rig, seed: int) -> str:
     return str((await explained(rig))["request"]["cause"])
 
 
-async def fill_slots(rig: Rig, seed: int) -> None:
+async def fill_slots(rig: Rig, seed: int, n_words: int = 150) -> None:
     """Use all slots for something else, so that what was in them is in files."""
-    others = [[system(150, seed=500 + seed + i), asked(500 + seed + i)] for i in range(2)]
+    others = [[system(n_words, seed=500 + seed + i), asked(500 + seed + i)] for i in range(2)]
     await asyncio.gather(*(rig.chat(messages, max_tokens=64) for messages in others))
     await rig.settled()
 
@@ -152,7 +152,7 @@ async def of_eviction(rig: Rig) -> str:
     await start_again(rig, max_store_bytes=1 << 20)
     await again(rig, 50)
     for number in range(3):
-        await fill_slots(rig, 50 + 10 * number)
+        await fill_slots(rig, 50 + 10 * number, n_words=600)  # worth more for each byte
     assert rig.running.metrics.total("evictions", reason="budget")
     return await again(rig, 50)
 
