@@ -233,6 +233,10 @@ class _Connector(aiohttp.TCPConnector):
             return await super().connect(req, *args, **named)
         return await self._for_one_request.connect(req, *args, **named)
 
+    def close(self, **options: Any) -> Any:
+        """Close the connections of both kinds, also those of unfinished answers."""
+        return asyncio.gather(super().close(**options), self._for_one_request.close(**options))
+
 
 class EventLoop(uvloop.Loop):
     """uvloop's event loop, but without a thread for a literal address.

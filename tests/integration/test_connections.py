@@ -9,6 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from proxy.llama.client import EventLoop, new_session
+from tests.lab.waiting import HANG_SECONDS
 
 
 class Peer:
@@ -17,12 +18,23 @@ class Peer:
     def __init__(self) -> None:
         self.opened: list[asyncio.Transport] = []
         self.url = ""
+        self.has_lost_one = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.Response:
         assert request.transport is not None
         if request.transport not in self.opened:
             self.opened.append(request.transport)
         return web.Response(text=str(self.opened.index(request.transport)))
+
+    async def begin(self, request: web.Request) -> web.StreamResponse:
+        """Begin an answer that never ends."""
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.has_lost_one.set()
+        return answer
 
     async def ask(self, session: aiohttp.ClientSession, method: str) -> str:
         async with session.request(method, self.url) as answer:
@@ -33,7 +45,8 @@ class Peer:
 async def peer() -> AsyncIterator[Peer]:
     peer, app = Peer(), web.Application()
     app.router.add_route("*", "/", peer.handle)
-    async with TestServer(app) as server:
+    app.router.add_route("*", "/unfinished", peer.begin)
+    async with TestServer(app, handler_cancellation=True) as server:
         peer.url = str(server.make_url("/"))
         yield peer
 
@@ -58,3 +71,13 @@ async def test_literal_address_needs_no_thread() -> None:
             loop.getaddrinfo("127.0.0.1", 80).send(None)
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_closed_session_leaves_no_answer_open(peer: Peer, method: str) -> None:
+    session = new_session()
+    answer = await session.request(method, peer.url + "unfinished")
+    await session.close()
+    async with asyncio.timeout(HANG_SECONDS):
+        await peer.has_lost_one.wait()
+    answer.close()
