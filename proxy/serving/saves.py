@@ -325,6 +325,10 @@ class SlotSaves:
                         continue
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
+                # Copied points may make the file larger than it is: there must be room before.
+                n_more = len(kept_own) + len(grafted) - len(own)
+                n_most = saved.state.size_bytes + n_more * max(own.values())
+                await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
                 saved = await asyncio.to_thread(_select, store.files, saved, kept_own, grafted)
         except StateFileMalformed as fault:
             self._process.faults.record("thin", fault)
