@@ -107,8 +107,6 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         return None
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
-    if store.files.is_readonly:
-        degradations.begin(DegradationKind.DIRECTORY_IS_READ_ONLY, str(directory))
     note_quarantined(degradations, store.quarantined)
     get_logger("store").info(
         "store opened",

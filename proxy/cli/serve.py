@@ -16,7 +16,7 @@ from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_opt
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
-from proxy.llama.client import EventLoop, LlamaServer, Target, new_session
+from proxy.llama.client import EventLoop
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command
@@ -87,7 +87,7 @@ async def _serve_until_told(
             log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
-                running = asyncio.ensure_future(supervisor.run())
+                running = asyncio.ensure_future(supervisor.run(proxy.pool.are_met))
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
@@ -155,15 +155,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     configure_logging(settings.log_level, settings.log_format)
     _tell(launch, is_upstream_given="upstream" in merged)
 
-    async def is_ready() -> bool:
-        async with new_session() as client:
-            target = Target(settings.upstream)
-            return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
-
     supervisor = Supervisor(
         [*program, *arguments, *launch.added],
         launch.environment,
-        is_ready,
         restarts=restart,
         is_shown=settings.log_level == "debug",
         says_ready=f"ready: {_listeners(settings)}",

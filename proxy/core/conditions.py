@@ -57,6 +57,11 @@ class DegradationKind(StrEnum):
 
     None needed if that is wanted; else make it writable for the proxy's user; restart.
     """
+    DIRECTORY_IS_NO_USE = "nothing can be read or saved"
+    """slot_save_path cannot be written, and has no state of this model and build.
+
+    Make it writable for the proxy's user, or choose another; restart.
+    """
     STATE_ENDED_SERVER = "a state ended llama-server", State.CACHING
     """llama-server ended while it used a state. That state is never used again, and is deleted first.
 
@@ -212,8 +217,7 @@ _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
 """Every start begins with these, and they end by themselves."""
-_OF_DIRECTORY = {_K.DIRECTORY_IS_OPEN, _K.DIRECTORY_IS_READ_ONLY}
-_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, _K.SHARED_STORE_AWAY, *_OF_DIRECTORY}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER, _K.SHARED_STORE_AWAY}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end when the llama-server process ends at which they began."""
 

@@ -23,14 +23,7 @@ from yarl import URL
 from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.errors import (
-    UpstreamFault,
-    UpstreamLost,
-    UpstreamRefused,
-    UpstreamSlow,
-    UpstreamUnreachable,
-    in_words,
-)
+from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -318,13 +311,6 @@ class LlamaServer:
         for exchange in silent:
             exchange.cut()
         return len(silent)
-
-    async def is_ready(self) -> bool:
-        """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
-        with suppress(UpstreamFault):
-            await self._read("GET", "/health", seconds=QUICK_SECONDS)
-            return True
-        return False
 
     async def takes_key(self, keys: Headers, path: str = "/props") -> bool:
         """Return whether llama-server accepts *keys*; raises UpstreamFault at other failures.

@@ -221,26 +221,26 @@ _STEADY_SECONDS = 60.0
 class Supervisor:
     """Runs one llama-server command with `environment` added to ours.
 
-    `is_shown` sends its output to our stderr. `says_ready` is logged once `is_ready` returns True.
+    `is_shown` sends its output to our stderr. `says_ready` is logged once it can be used.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    is_ready: Callable[[], Awaitable[bool]]
     restarts: bool
     is_shown: bool
     says_ready: str
 
-    async def run(self) -> None:
+    async def run(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Run llama-server until cancelled, then stop it; if cancelled once more, kill it.
 
+        It can be used once *is_ready* returns True.
         Raises LlamaServerDied when llama-server ends by itself, unless it has been ready and `restarts` is
         set: a command that never worked will not work the next time either.
         """
         n_failures = 0
         has_been_ready = False
         while True:
-            end, ready_seconds = await self._run_once()
+            end, ready_seconds = await self._run_once(is_ready)
             has_been_ready = has_been_ready or ready_seconds is not None
             if not (self.restarts and has_been_ready):
                 raise LlamaServerDied(end)
@@ -250,13 +250,13 @@ class Supervisor:
             get_logger("llama-server").error(end, restart_in_seconds=delay_seconds, says=says)
             await asyncio.sleep(delay_seconds)
 
-    async def _run_once(self) -> tuple[str, float | None]:
+    async def _run_once(self, is_ready: Callable[[], Awaitable[bool]]) -> tuple[str, float | None]:
         """Run a process; return its end in words, and how long it had been ready, None if never."""
         process = await LlamaProcess.start(self.command, self.environment, is_shown=self.is_shown)
         get_logger("llama-server").info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:
-            ready_at = await self._await_ready(ended)
+            ready_at = await self._await_ready(ended, is_ready)
             how = await ended
         finally:
             ended.cancel()
@@ -267,11 +267,13 @@ class Supervisor:
             return f"llama-server died before it was ready: {how}{said}", None
         return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
-    async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
+    async def _await_ready(
+        self, ended: "asyncio.Future[str]", is_ready: Callable[[], Awaitable[bool]]
+    ) -> float | None:
         """Return the time when it was ready, None if it ended first; a large model loads for minutes."""
         began = time.monotonic()
         while not ended.done():
-            if await self.is_ready():
+            if await is_ready():
                 now = time.monotonic()
                 seconds, says = round(now - began, 1), self.says_ready
                 get_logger("llama-server").info(

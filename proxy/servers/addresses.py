@@ -17,7 +17,7 @@ from proxy.llama.hosts import recognise
 from proxy.log import get_logger
 from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
 from proxy.servers.models import HostedModels
-from proxy.servers.server import Server
+from proxy.servers.server import Phase, Server
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
 from proxy.serving.shared import Services, Shared
@@ -64,6 +64,12 @@ class Addresses:
             for task in self._running:
                 task.cancel()
             await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def are_met(self) -> bool:
+        """Look at all addresses; return whether first contact has ended wherever one answers."""
+        await asyncio.gather(*(each.look() for each in (*self._plain, *self._hosts.values())))
+        watched = (*self._plain, *self._hosts.values())  # a host may have turned out to be at one
+        return not any(each.is_away or each.phase is Phase.ATTACHING for each in watched)
 
     @property
     def servers(self) -> list[Server]:

@@ -260,6 +260,7 @@ async def _recognize(
 ) -> None:
     """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
+    directory = str(store.files.directory)
     for namespace, checkpoint in {c.namespace: c for c in store}.items():
         owner = owned.get(namespace)
         if owner is None or not choose_namespace([owner.known], canary):
@@ -271,8 +272,9 @@ async def _recognize(
             for process.saves_context_checkpoints in (True, False):
                 known = process.known(RULE, Rule)
                 if known and owner.static == _static(identity, state):
+                    process.degrade(DegradationKind.DIRECTORY_IS_READ_ONLY, directory)
                     return await process.learn_rule(known)
-    raise CacheFault("the directory is read-only, and has no state of this model and build")
+    raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, directory)
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:

@@ -125,6 +125,21 @@ async def test_states_in_a_read_only_directory_are_restored(
         assert {path: path.read_bytes() for path in before} == before
 
 
+async def test_read_only_directory_of_another_model_is_named_once(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    async with start_rig("hybrid") as rig:
+        await ask(rig)
+    with read_only(tmp_path / "slots"):
+        async with start_rig("full", settles=False) as rig:
+            await ask(rig)
+            health = await rig.health()
+            (reason,) = health["reasons"]
+            assert reason["kind"] == "nothing can be read or saved"
+            assert "has no state of this model" in reason["reason"]
+            assert health["state"] == "forwarding"
+
+
 async def test_read_only_directory_without_a_state_is_named_once(
     start_rig: StartRig, tmp_path: Path
 ) -> None:

@@ -229,6 +229,25 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
         assert re.fullmatch(pattern, words), words
 
 
+def test_ready_is_told_once_first_contact_has_ended(new_run: StartRun) -> None:
+    """And once only: the first request meets a llama-server that is attached."""
+    run = new_run("hybrid")
+    run.start()
+    run.wait_for(lambda: "llama-server is ready" in run.log_text())
+    assert run.health()["state"] == "caching"
+    told = re.findall("attached to llama-server|llama-server is ready", run.log_text())
+    assert told == ["attached to llama-server", "llama-server is ready"]
+    assert run.stop() == 0
+
+
+def test_router_is_ready_before_any_model_is_loaded(new_run: StartRun, tmp_path: Path) -> None:
+    arguments = (*LLAMA_SERVER_ARGUMENTS, "--models-dir", str(tmp_path))
+    run = new_run(model=None, arguments=arguments)
+    run.start()
+    run.wait_for(lambda: "llama-server is ready" in run.log_text())
+    assert run.stop() == 0
+
+
 def test_model_that_is_missing_is_one_sentence(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), environment=AT_DEFAULT)
     run.start()
