@@ -113,9 +113,9 @@ class RunningProxy:
                 yield reply
         except (HTTPException, OSError) as error:
             fail(
-                f"no proxy answers at http://{self.address}: {in_words(error)}. If one runs with another"
-                " `admin`, give --admin HOST:PORT; if none runs, most commands take --slot-save-path"
-                " DIRECTORY",
+                f"no proxy answers at http://{self.address}: {in_words(error)}. Start it (`run` or"
+                " `serve`), or give --admin HOST:PORT if its `admin` is another; without a proxy most"
+                " commands take --slot-save-path DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 
@@ -228,14 +228,18 @@ def with_store(command: Command) -> Command:
     return option(with_proxy(command, works_on_directories=True))
 
 
-def with_directory(command: Command) -> Command:
-    """Give a command the settings as its first argument, for the directory in them."""
+def with_directory(command: Command, *, is_made: bool = False) -> Command:
+    """Give a command the settings as its first argument, for the directory in them.
+
+    Where none is set it is that of `run`, which *is_made* if it does not exist.
+    """
 
     @setting_options("slot_save_path")
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
-        command(settings_of({"slot_save_path": slot_save_path}, config, "known"), **arguments)
+        given = {"slot_save_path": slot_save_path}
+        command(settings_of(given, config, "made" if is_made else "known"), **arguments)
 
     return run
 

@@ -67,19 +67,22 @@ def agree(question: str) -> None:
 def settings_of(
     flags: Mapping[str, Any],
     config: Path | None,
-    directory: Literal["given", "known", "any"] = "given",
+    directory: Literal["given", "known", "made", "any"] = "given",
 ) -> Settings:
     """Return the settings of flags, environment and file; exits if one is wrong.
 
     *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
-    directory if it exists; "any" takes it even if it does not exist.
+    directory if it exists; "made" makes it; "any" takes it even if it does not exist.
     """
     try:
         merged = merge_settings(flags, os.environ, config)
-        if directory == "any" or (directory == "known" and default_directory().is_dir()):
-            merged.setdefault("slot_save_path", str(default_directory()))
+        usual = default_directory()
+        if directory == "made" and "slot_save_path" not in merged:
+            usual.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory == "any" or (directory != "given" and usual.is_dir()):
+            merged.setdefault("slot_save_path", str(usual))
         return complete_settings(merged, needs_directory=directory != "any")
-    except SettingsError as error:
+    except (SettingsError, OSError) as error:
         fail(error, Exit.USAGE)
 
 

@@ -205,7 +205,8 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
         fields = {"model": model, names[0]: said, names[1]: 1}
-        headers, body = {"X-Api-Key": api_key}, msgspec.json.encode(fields)
+        headers = {"X-Api-Key": api_key, "X-Prefix-Cache": "no-store"}
+        body = msgspec.json.encode(fields)
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
         answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]

@@ -42,7 +42,7 @@ _CONNECT = (
 @click.command()
 @setting_options()
 def serve(config: Path | None, **flags: Any) -> None:
-    """Serve in front of a llama-server that is already running (or will be)."""
+    """Serve in front of a llama-server that runs already."""
     _serve(settings_of(flags, config))
 
 
@@ -285,14 +285,13 @@ def warm(
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
     pin = any(c.is_pinned for c in proxy.checkpoints() if c.id == warmed["id"])
-    how = (
-        "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
-    )
-    stays = "pinned: it stays" if pin else "it goes when its room is needed, with --pin never"
+    took = f"evaluated in {seconds_in_words(warmed['seconds'])}"
+    how = "stored already" if warmed["was_kept"] else took
+    stays = "and pinned" if pin else "kept until the room is needed; --pin keeps them for good"
     answer(
         {**warmed, "is_pinned": pin},
-        f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
-        f"({size_in_words(warmed['size_bytes'])}): they {how}; {stays}",
+        f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens: {how}, {stays} "
+        f"({warmed['id'][:8]}, {size_in_words(warmed['size_bytes'])})",
         as_json=as_json,
     )
 

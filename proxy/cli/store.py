@@ -4,6 +4,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -256,7 +257,7 @@ def _delete(
         return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
     if len(going) > 1 and not is_sure:
         n_pinned = len(chosen) - len(going)
-        stay = f" ({n_pinned} pinned ones stay)" if n_pinned else ""
+        stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
         agree(f"Delete {_sum(going)}{stay}?")
     replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
     return Deleted(
@@ -271,9 +272,9 @@ def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
     verb = "would delete" if deleted.is_dry_run else "deleted"
     words = [f"{verb} {checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
-        words.append(f"{deleted.n_pinned} pinned ones stay (--pinned deletes them too)")
+        words.append(f"pinned ones stay: {deleted.n_pinned} (--pinned deletes them too)")
     if deleted.n_in_use:
-        words.append(f"{deleted.n_in_use} were in use: try again")
+        words.append(f"in use, try again: {deleted.n_in_use}")
     answer(deleted, "; ".join(words), as_json=as_json)
 
 
@@ -356,11 +357,12 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
-@with_directory
+@partial(with_directory, is_made=True)
 def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) -> None:
     """Take over the checkpoints of an exported file.
 
     \b
+    llama-prefix-cache import session.lpc                 into the directory of `run`
     llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
     Refused (exit status 1) if the directory was used with models, and with none that the states are of:

@@ -120,7 +120,7 @@ class Cause(StrEnum):
     """
 
     NO_STATE_THERE = "no state so far back"
-    """The prompt ends before what is kept of it can be continued: this model's memory cannot go back to any
+    """What is kept goes on where the prompt ends or differs, and this model's memory cannot go back to any
     token.
 
     None needed: the next request that comes this way finds a state there.
@@ -218,7 +218,8 @@ class Meaning(NamedTuple):
     @property
     def cure(self) -> str:
         """The cure if nothing is known of the request and the configuration."""
-        helper = f" Or switch on a stabilizer: `{self.stabilizer}` {self.helps}"
+        name = self.stabilizer
+        helper = f' Or add a stabilizer, --stabilizers "safe, {name}": `{name}` {self.helps}'
         return self.advice + helper * bool(self.stabilizer)
 
     def cure_for(

@@ -203,7 +203,10 @@ class Journal:
     def explain(self, request_id: str) -> views.Explanation | None:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
-            found = next(self._newest(), None)
+            # A command's own requests are meant only if there are no others.
+            found = min(
+                self._newest(), key=lambda e: e.request.client == views.OWN_CLIENT, default=None
+            )
         elif request_id == MISS:
             found = next((each for each in self._newest() if each.request.cause.is_miss), None)
         else:
@@ -293,7 +296,9 @@ class Inquiry:
                 new.rendering.reduce()
             known.add(new, matches)
         nearest = self._nearest(matches[1], account.plan.n_shared)
-        return msgspec.structs.replace(judgement, nearest=nearest)
+        # A stored state has no text: where the prompt leaves another prompt says nothing of it.
+        where = judgement.divergence if nearest and nearest.id else None
+        return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)
 
     def _find(self, account: "Account", request_id: str) -> "_Found":
         """Return the findings; they are computed again only if the outcome differs from the plan."""

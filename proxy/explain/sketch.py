@@ -191,7 +191,9 @@ def words_of(fields: dict[str, Any]) -> str:
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
     plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
-    return shortened(" ".join(plain.split()), _N_TITLE)
+    words = " ".join(plain.split())
+    is_quoted = words[:1] == words[-1:] == '"'  # by OpenCode
+    return shortened(words.strip('"') if is_quoted else words, _N_TITLE)
 
 
 def said_in(fields: dict[str, Any]) -> str:

@@ -62,6 +62,8 @@ async def test_client_is_connected_and_its_way_is_cached(
         assert rig.base_url in file.read_text()
         today = (await asked("stats", "--admin", rig.admin_url))["today"]
         assert not today["n_requests"], "what connect tries out is no request of a client"
+        await rig.running.pool.drain(60.0)
+        assert rig.running.store is not None and len(rig.running.store) == 0, "nor is it stored"
         for other, wins in (('{"$schema": "x"}', False), ('{"model": "x"}', True)):
             file.with_suffix(".jsonc").write_text(other)
             status, printed = await command("connect", name, *where, "--file", file)
@@ -73,9 +75,10 @@ async def test_client_is_connected_and_its_way_is_cached(
 
 
 async def test_session_is_carried_to_another_directory_and_served_from_there(
-    start_rig: StartRig, tmp_path: Path
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, file = tmp_path / "slots", tmp_path / "second", tmp_path / "session.lpc"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new" / "cache"))
     async with start_rig("hybrid") as rig:
         await rig.chat(MESSAGES[0], tools=TOOLS)
         await rig.settled()
@@ -113,6 +116,8 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         assert (await command("ls", *admin))[0] == 69
         assert (await asked("check", "--slot-save-path", first))["problems"] == []
         await rig.start_proxy()
+    assert (await asked("import", file))["imported"], "on a new machine `run` finds it"
+    assert (tmp_path / "new" / "cache" / "llama-prefix-cache").stat().st_mode & 0o077 == 0
     second.mkdir(mode=0o700)
     imported = await asked("import", file, "--slot-save-path", second)
     assert len(imported["imported"]) == len(ids) and imported["is_new_model"]

@@ -304,3 +304,25 @@ async def test_causes_on_a_server_that_saves_nothing_are_named(
         await cause_of(rig, 97)
         await asyncio.gather(*(cause_of(rig, seed) for seed in (98, 99)))
         assert await cause_of(rig, 97) == "nothing can be restored"
+
+
+async def test_prompt_near_a_state_is_not_shown_beside_a_prompt_of_something_else(
+    start_rig: StartRig,
+) -> None:
+    """The text of a stored state is not known: that of an unrelated prompt explains nothing."""
+    stored, alike = (prose(700, 400) + words for words in (" One.", " And two, or three."))
+
+    async def ask(seed: int, text: str, own_tools: list[Any]) -> Any:
+        body = {"messages": [{"role": "system", "content": text}, asked(seed)], "tools": own_tools}
+        await rig.post("/v1/chat/completions", {**body, "max_tokens": 2})
+        return await explained(rig)
+
+    async with start_rig("hybrid", is_new=True) as rig:
+        await ask(700, f"{stored}\n{prose(701, 300)}", TOOLS)
+        await fill_slots(rig, 70)
+        await start_again(rig)
+        await ask(710, f"You write titles.\n{prose(702, 300)}", [])
+        found = await ask(700, f"{alike}\n{prose(703, 300)}", TOOLS)
+    assert found["request"]["cause"] == "no state so far back"
+    assert found["nearest"]["kind"] == "state" and found["nearest"]["n_common"] > 400
+    assert found["divergence"] is None

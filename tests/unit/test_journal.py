@@ -7,7 +7,7 @@ import pytest
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.judgement import Judgement
 from proxy.explain.report import MAX_REQUESTS, Journal
-from proxy.explain.views import RequestRecord
+from proxy.explain.views import OWN_CLIENT, RequestRecord
 from proxy.stabilize.model import SAFE, Name
 
 
@@ -67,7 +67,7 @@ def test_cure_is_one_that_is_not_on_and_would_have_helped(
     journal.add(record("a", Cause.DATE, part=part), judgement)
     found = journal.explain("a")
     assert found is not None and expected in found.cure
-    offers = "switch on a stabilizer: `sticky_date`" in found.cure
+    offers = 'add a stabilizer, --stabilizers "safe, sticky_date": `sticky_date` lets' in found.cure
     assert offers == (expected == "from the next conversation on")
 
 
@@ -76,7 +76,17 @@ def test_cure_that_every_conversation_shares_is_offered_to_a_new_one_if_it_is_of
         journal = Journal(switched_on=switched_on)
         journal.add(record("a", Cause.BILLING_HEADER, part=PromptPart.SYSTEM))
         found = journal.explain("a")
-        assert found is not None and ("Or switch on" in found.cure) == is_offered
+        assert found is not None and ("Or add" in found.cure) == is_offered
+
+
+def test_last_request_is_that_of_a_client_if_there_is_one() -> None:
+    journal = Journal()
+    journal.add(record("warmed", Cause.FIRST_SIGHT, client=OWN_CLIENT))
+    assert (found := journal.explain("last")) is not None and found.request.id == "warmed"
+    journal.add(record("a", Cause.HIT))
+    journal.add(record("b", Cause.HIT))
+    journal.add(record("warmed again", Cause.FIRST_SIGHT, client=OWN_CLIENT))
+    assert (found := journal.explain("last")) is not None and found.request.id == "b"
 
 
 def test_last_miss_is_found_behind_what_came_after_it() -> None:
