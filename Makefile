@@ -252,11 +252,14 @@ install-units:
 	  install -m 644 deploy/config.example.yaml $(SYSCONFDIR)/$(NAME)/config.yaml
 	test -e $(SYSCONFDIR)/$(NAME)/llama-server.env || \
 	  install -m 600 deploy/systemd/llama-server.env $(SYSCONFDIR)/$(NAME)/llama-server.env
+	# llama-server.service names it for GPUs; systemd starts no unit with a group that does not exist.
+	getent group render >/dev/null || groupadd --system render
 	if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
 
 # Settings and states stay.
 uninstall:
-	if [ -d /run/systemd/system ] && [ -e $(UNITS)/$(NAME).service ]; then systemctl disable --now $(NAME) || true; fi
+	if [ -d /run/systemd/system ] && [ -e $(UNITS)/$(NAME).service ]; then \
+	  systemctl disable --now $(notdir $(wildcard deploy/systemd/*.service)) || true; fi
 	rm -rf $(INSTALLED) $(PREFIX)/bin/$(NAME)
 	rm -f $(addprefix $(UNITS)/,$(notdir $(wildcard deploy/systemd/*.service)))
 
@@ -267,9 +270,11 @@ uninstall:
 test-image: $(SETUP) llama-server models $(DEBIAN)
 	$(BIN)/python -m tests.deployment.run_image
 
-# docs/quickstart.md on a bare Debian, timed; with the OpenCode of `make test-clients`.
-test-bare: $(SETUP) models $(DEBIAN)
+# docs/quickstart.md on a bare Debian, timed, with the OpenCode of `make test-clients`; then docs/systemd.md on one
+# that systemd-nspawn boots.
+test-bare: $(SETUP) llama-server models $(DEBIAN)
 	$(BIN)/python -m tests.deployment.run_bare
+	$(BIN)/python -m tests.deployment.run_booted
 $(DEBIAN):
 	tests/deployment/fetch_debian_root.sh $@
 

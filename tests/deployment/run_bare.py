@@ -53,8 +53,13 @@ def prepare(root: Path) -> None:
     model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
     shutil.copyfile(model, root / "root" / "model.gguf")
     shutil.copy(find_program(PROGRAM), root / "usr" / "local" / "bin" / "opencode")
-    clone = ["git", "clone", "--quiet", "--single-branch", "--depth=1"]
-    subprocess.run([*clone, f"file://{REPOSITORY}", root / FOLDER.lstrip("/")], check=True)
+    clone(root)
+
+
+def clone(root: Path) -> None:
+    """Put this folder, as it was committed, into a root."""
+    command = ["git", "clone", "--quiet", "--single-branch", "--depth=1"]
+    subprocess.run([*command, f"file://{REPOSITORY}", root / FOLDER.lstrip("/")], check=True)
 
 
 def fetch(root: Path, command: str) -> None:

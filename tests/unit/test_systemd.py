@@ -33,6 +33,7 @@ SERVER = read_unit((UNITS / "llama-server.service").read_text())
 
 def test_proxy_ends_before_llama_server_and_has_the_time_for_it() -> None:
     assert "llama-server.service" in PROXY["After"][0].split()
+    assert PROXY["StopPropagatedFrom"] == ["llama-server.service"]
     # Requests, what they have started, and saves; each may take drain_seconds.
     assert int(PROXY["TimeoutStopSec"][0]) >= 5 * DEFAULTS["drain_seconds"]
     both = next(block for block in BLOCKS if " run " in block)
