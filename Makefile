@@ -20,6 +20,7 @@ HAPROXY := $(LAB)/haproxy/haproxy
 CEPH := $(LAB)/ceph/run
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
+ENGINE := $(LAB)/engine/root/usr/sbin/dockerd
 # Where `make install` puts things; /etc and systemd's units only as root.
 PREFIX ?= /usr/local
 SYSCONFDIR ?= /etc
@@ -265,10 +266,12 @@ uninstall:
 
 .PHONY: lock test-lowest audit test-image test-bare release-check install install-units uninstall
 
-# The steps of deploy/Dockerfile on a bare Debian, and what comes of them before a real llama-server.
-# Root only: it mounts and changes users. Nothing of that outlives it.
-test-image: $(SETUP) llama-server models $(DEBIAN)
+# A real Docker engine builds deploy/Dockerfile and runs the services of compose.yaml before a real llama-server.
+# Root only. Nothing is installed, and nothing of it outlives the test.
+test-image: $(SETUP) llama-server models $(DEBIAN) $(ENGINE)
 	$(BIN)/python -m tests.deployment.run_image
+$(ENGINE):
+	tests/deployment/fetch_engine.sh $(LAB)/engine
 
 # docs/quickstart.md on a bare Debian, timed, with the OpenCode of `make test-clients`; then docs/systemd.md on one
 # that systemd-nspawn boots.

@@ -1,141 +1,179 @@
-"""`make test-image`: builds the image's steps on a bare Debian, and runs it before a real llama-server.
+"""`make test-image`: a real engine builds deploy/Dockerfile and runs compose's services.
 
-Twice: with llama-server under the proxy's uid in a directory of mode 0700, and with llama-server as root,
-as in llama.cpp's own images, in one of mode 2770. Needs root; mounts and network are its own.
+Three times: both as one user, llama-server as root, and states in memory. llama-server's image is made of
+the lab's own. The engine can make no networks here: all containers share one that has loopback only.
+Needs root; mounts and network are its own.
 """
 
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.deployment.cached_turn import TURNS, Usage, ask, n_states, wait_until_caching
-from tests.deployment.container import Container
-from tests.deployment.dockerfile import Stage, read_dockerfile
-from tests.deployment.image import build_stage
-from tests.deployment.namespaces import leave_mounts, leave_network, unmount
+from tests.deployment.cached_turn import PATIENCE_SECONDS, TURNS, Usage, ask, wait_until_caching
+from tests.deployment.engine import Engine, base_image, build_arguments
+from tests.deployment.namespaces import leave_mounts, leave_network
 from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_llama_server
+from tests.lab.server import DEFAULT_MODEL_FOLDER, find_llama_server
 
 MAX_ADDED_BYTES = 135_000_000
 MAX_EVALUATED_BESIDE_NEW = 32
 STOP_GRACE_SECONDS = 150
+BASE, IMAGE, LLAMA_IMAGE = (
+    "debian:bookworm-slim",
+    "llama-prefix-cache",
+    "ghcr.io/ggml-org/llama.cpp",
+)
 URL, ADMIN = "http://127.0.0.1:8081", "http://127.0.0.1:8082"
-ENVIRONMENT = {
-    # Nothing is saved but at the end, and the disk of a tester may be nearly full.
-    "LLAMA_PREFIX_CACHE_IDLE_SAVE_SECONDS": "86400",
-    "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0",
-}
+ON_LOOPBACK = """
+services:
+  llama-server-cpu: { network_mode: host, networks: !reset [] }
+  proxy:
+    network_mode: host
+    networks: !reset []
+    ports: !reset []
+    extra_hosts: ["llama-server:127.0.0.1"]
+    # Nothing is saved but at the end.
+    environment: { LLAMA_PREFIX_CACHE_IDLE_SAVE_SECONDS: 86400 }
+"""
+LLAMA_SERVER = f"""
+FROM {BASE}
+COPY . /opt/llama-server
+ENTRYPOINT ["/opt/llama-server/llama-server"]
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Users:
-    """Who llama-server runs as, and how the shared directory is made for that."""
+class Setup:
+    """What a user writes into deploy/.env, and what becomes of it in /slots."""
 
     name: str
-    server_uid: int
-    directory_mode: int
+    settings: dict[str, str] = field(default_factory=dict)
+    slots: str = "1000:1000 700"
 
 
-BOTH = (
-    Users("one uid, 0700", server_uid=1000, directory_mode=0o700),
-    Users("llama-server as root, 2770", server_uid=0, directory_mode=0o2770),
-)
+AS_ROOT = {"LLAMA_USER": "0:1000", "SLOTS_OWNER": "0:1000", "SLOTS_MODE": "2770"}
+IN_MEMORY = {"SLOTS": "slots-in-memory", "MEMORY_FOR_SLOTS": "1g", "MIN_FREE_BYTES": "0"}
+ON_DISK = (Setup("one user"), Setup("llama-server as root", AS_ROOT, "0:1000 2770"))
 
 
-def build(folder: Path) -> tuple[Stage, Path]:
-    """Return the image and the folder that holds its files; raises AssertionError if it is too big."""
-    stages = read_dockerfile(REPOSITORY / "deploy" / "Dockerfile")
-    roots: dict[str | None, Path] = {}
-    n_bytes = 0
-    for number, stage in enumerate(stages):
-        root = folder / f"stage-{number}"
-        n_bytes = build_stage(stage, root, roots)
-        roots[stage.name] = root
-    print(f"image: {n_bytes / 1e6:.1f} MB beyond its base, of at most {MAX_ADDED_BYTES / 1e6:.0f}")
+def build(engine: Engine) -> None:
+    """Build both images; raises AssertionError if ours is too big."""
+    base_image(engine.folder / "base.tar")
+    engine.docker("import", "-", BASE, stdin=engine.folder / "base.tar")
+    began = time.monotonic()
+    dockerfile = ("-f", "/project/deploy/Dockerfile", "-t", IMAGE, "/project")
+    engine.docker("build", *build_arguments(), *dockerfile)
+    sizes = (engine.docker("image", "inspect", "-f", "{{.Size}}", name) for name in (IMAGE, BASE))
+    n_bytes = int(next(sizes)) - int(next(sizes))
+    seconds = time.monotonic() - began
+    print(f"built in {seconds:.0f} s: {n_bytes / 1e6:.1f} MB beyond its base, of at most 135")
     assert n_bytes <= MAX_ADDED_BYTES
-    return stages[-1], root
+    shutil.copytree(find_llama_server().parent, engine.folder / "server", symlinks=True)
+    (engine.folder / "server.Dockerfile").write_text(LLAMA_SERVER)
+    file = ("-f", "/folder/server.Dockerfile", "-t", f"{LLAMA_IMAGE}:server", "/folder/server")
+    engine.docker("build", *file)
 
 
-def new_slots(folder: Path, users: Users) -> Path:
-    slots = Path(tempfile.mkdtemp(dir=folder, prefix="slots-"))
-    os.chown(slots, users.server_uid, 1000)
-    slots.chmod(users.directory_mode)
-    return slots
+class Project:
+    """compose's services with the settings of one setup."""
+
+    def __init__(self, engine: Engine, setup: Setup) -> None:
+        self._engine = engine
+        (engine.folder / "loopback.yaml").write_text(ON_LOOPBACK)
+        told = {"MODELS": "/folder/models", "MIN_FREE_BYTES": "0", **setup.settings}
+        (engine.folder / "env").write_text("".join(f"{k}={v}\n" for k, v in told.items()))
+
+    def compose(self, *arguments: str) -> str:
+        files = ("-f", "/project/deploy/compose.yaml", "-f", "/folder/loopback.yaml")
+        settings = ("--env-file", "/project/deploy/env.example", "--env-file", "/folder/env")
+        return self._engine.docker("compose", *files, *settings, *arguments)
+
+    def start(self) -> None:
+        self.compose("up", "--detach", "--no-build")
+        wait_until_caching(ADMIN, lambda: self.state("Running") == "true")
+
+    def state(self, what: str) -> str:
+        return self._engine.docker("inspect", "-f", f"{{{{.State.{what}}}}}", self._container())
+
+    def inside(self, code: str) -> str:
+        """Return what a line of Python prints in the proxy's container."""
+        return self._engine.docker("exec", self._container(), "python3.11", "-c", code)
+
+    def cannot(self, code: str) -> bool:
+        return self._engine.fails("exec", self._container(), "python3.11", "-c", code)
+
+    def _container(self) -> str:
+        return self.compose("ps", "--all", "--quiet", "proxy")
 
 
-def new_server(folder: Path, slots: Path, users: Users) -> LlamaServer:
-    """Return the llama-server at the address that the image expects, under its user."""
-    start = Path(tempfile.mkdtemp(dir=folder), "llama-server")
-    uid = users.server_uid
-    start.write_text(
-        f"#!/bin/sh\nexec setpriv --reuid={uid} --regid={uid} --clear-groups "
-        f'{find_llama_server()} "$@"\n'
+def require_healthy(project: Project) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while project.state("Health.Status") != "healthy":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def require_no_rights(project: Project, setup: Setup) -> None:
+    """Check what the proxy may do in its container: write its slots, and nothing else."""
+    read = "print(open('/proc/1/status').read())"
+    facts = dict(
+        line.split(":\t", 1) for line in project.inside(read).splitlines() if ":\t" in line
     )
-    start.chmod(0o755)
-    start.parent.chmod(0o755)
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
-    return LlamaServer(model, slots, port=8080, binary=start, log_path=folder / "server.log")
-
-
-@contextmanager
-def running(container: Container, hosts: Path) -> Iterator[None]:
-    container.start(ENVIRONMENT, hosts)
-    try:
-        health = wait_until_caching(ADMIN, lambda: container.is_running)
-        assert health["state"] == "caching", health
-        yield
-    finally:
-        container.kill()
-
-
-def require_no_rights(container: Container) -> None:
-    """Check what a container of this image may do: nothing."""
-    status = Path(f"/proc/{container.pid}/status").read_text()
-    facts = dict(line.split(":\t", 1) for line in status.splitlines())
     assert facts["Uid"].split() == ["1000"] * 4
     assert int(facts["CapEff"], 16) == int(facts["CapBnd"], 16) == 0
     assert facts["NoNewPrivs"] == "1"
-    assert facts["NSpid"].split()[-1] == "1"
     for path in ("/x", "/opt/llama-prefix-cache/x", "/var/x", "/etc/x"):
-        assert container.execute(["python3.11", "-c", f"open({path!r}, 'w')"]) != 0
-    assert container.execute(["python3.11", "-c", "open('/slots/x', 'w')"]) == 0
+        assert project.cannot(f"open({path!r}, 'w')")
+    look = (
+        "import os; s = os.stat('/slots'); print(f'{s.st_uid}:{s.st_gid} {s.st_mode & 0o7777:o}')"
+    )
+    assert project.inside(look) == setup.slots, project.inside(look)
 
 
-def try_out(image: Stage, root: Path, folder: Path, users: Users) -> None:
-    """One turn, SIGTERM, both processes anew, the next turn; raises AssertionError."""
-    slots = new_slots(folder, users)
-    hosts = folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost llama-server\n")
-    container = Container(image, root, slots, folder / "proxy.log")
-    server = new_server(folder, slots, users)
-    with server, running(container, hosts):
-        require_no_rights(container)
-        assert container.execute(image.health) == 0
+def try_out(engine: Engine, setup: Setup) -> None:
+    """One turn, stop, start, the next turn; raises AssertionError."""
+    project = Project(engine, setup)
+    try:
+        project.start()
+        require_no_rights(project, setup)
+        require_healthy(project)
         first = ask(URL, TURNS[0])
-        before = n_states(slots)
-        status, seconds = container.stop()
-        written_back = n_states(slots) - before
-        assert status == 0
-        assert written_back > 0
+        began = time.monotonic()
+        project.compose("stop")
+        seconds = time.monotonic() - began
         assert seconds < STOP_GRACE_SECONDS
-    with server, running(container, hosts):
+        project.start()
         second = ask(URL, TURNS[1])
-        assert container.stop()[0] == 0
-    report(users, first, second, written_back, seconds)
+    except BaseException:
+        print(project.compose("logs", "--tail", "40"), file=sys.stderr)
+        raise
+    finally:
+        project.compose("down", "--volumes")
+    report(setup, first, second, seconds)
     n_new = second.n_prompt - first.n_prompt
     assert second.n_prompt - second.n_reused <= n_new + MAX_EVALUATED_BESIDE_NEW
 
 
-def report(users: Users, first: Usage, second: Usage, n_written: int, seconds: float) -> None:
+def try_in_memory(engine: Engine) -> None:
+    """Look whether the tmpfs is the proxy's, and whether states are kept there."""
+    setup = Setup("states in memory", IN_MEMORY)
+    project = Project(engine, setup)
+    try:
+        project.start()
+        require_no_rights(project, setup)
+        print(f"{setup.name}: caching")
+    finally:
+        project.compose("down", "--volumes")
+
+
+def report(setup: Setup, first: Usage, second: Usage, seconds: float) -> None:
     print(
-        f"{users.name}: {n_written} states written back within {seconds:.1f} s of SIGTERM; next turn "
-        f"{second.n_prompt} tokens, {second.n_prompt - first.n_prompt} of them new, "
-        f"{second.n_prompt - second.n_reused} evaluated"
+        f"{setup.name}: healthy, stopped in {seconds:.1f} s; next turn {second.n_prompt} tokens,"
+        f" {second.n_prompt - first.n_prompt} of them new, {second.n_prompt - second.n_reused} evaluated"
     )
 
 
@@ -144,22 +182,18 @@ def main() -> None:
         sys.exit("test-image needs root: it mounts and changes users")
     leave_mounts()
     with tempfile.TemporaryDirectory(prefix="test-image-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        began = time.monotonic()
-        try:
-            image, root = build(folder)
-            print(f"built in {time.monotonic() - began:.0f} s")
-            leave_network()
-            for users in BOTH:
-                try_out(image, root, folder, users)
-        except BaseException:
-            for log in folder.glob("*.log"):
-                print(f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}", file=sys.stderr)
-            raise
-        finally:
-            for stage in folder.glob("stage-*"):
-                unmount(stage)
+        engine = Engine(Path(name))
+        engine.folder.chmod(0o755)
+        (engine.folder / "models").mkdir()
+        model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+        shutil.copyfile(model, engine.folder / "models" / "model.gguf")
+        with engine.running():
+            build(engine)
+        leave_network()
+        with engine.running():
+            for setup in ON_DISK:
+                try_out(engine, setup)
+            try_in_memory(engine)
 
 
 if __name__ == "__main__":

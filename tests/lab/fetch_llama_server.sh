@@ -9,34 +9,16 @@ set -euo pipefail
 readonly PACKAGES="llama.cpp-tools libllama0 libggml0 libc6 libstdc++6 libgcc-s1 libgomp1
     libssl3t64 zlib1g libzstd1"
 readonly SUITES="forky sid"
-readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
 instead="set LLAMA_SERVER_BIN or put a llama-server on PATH instead"
 . "$(dirname "$0")/unpacking.sh"
 
-# The archive this machine already uses: the only one known to be reachable from here.
-find_archive() {
-    local codename uris
-    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
-    uris=$(apt-get --print-uris update 2>/dev/null)
-    [ -n "$codename" ] && [[ $uris =~ \'([^\']*)/dists/$codename/ ]] && echo "${BASH_REMATCH[1]}"
-}
-
-private_apt() {
-    apt-get -q \
-        -o Dir::State="$staging/state" -o Dir::Cache="$staging/cache" \
-        -o Dir::State::status=/dev/null \
-        -o Dir::Etc::sourcelist="$staging/sources.list" -o Dir::Etc::sourceparts=/dev/null \
-        -o Acquire::Languages=none -o Acquire::Retries=3 -o APT::Sandbox::User=root "$@"
-}
-
 download_from() {
-    local suite=$1 archive=$2 signed_by=""
-    [ ! -e "$KEYRING" ] || signed_by="[signed-by=$KEYRING] "
+    local suite=$1 archive=$2
     rm -rf "$staging"/{state,cache,packages}
     mkdir -p "$staging/state/lists/partial" "$staging/cache/archives/partial" "$staging/packages"
-    echo "deb $signed_by$archive $suite main" >"$staging/sources.list"
-    private_apt update && (cd "$staging/packages" && private_apt download $PACKAGES)
+    private_apt_from "$archive" "$suite"
+    machine_apt update && (cd "$staging/packages" && machine_apt download $PACKAGES)
 }
 
 download() {

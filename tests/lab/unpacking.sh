@@ -46,10 +46,27 @@ unpack_root() {
     mv "$staging/root" "$dest/root"
 }
 
+# The archive this machine already uses: the only one known to be reachable from here.
+find_archive() {
+    local codename uris
+    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    uris=$(apt-get --print-uris update 2>/dev/null)
+    [ -n "$codename" ] && [[ $uris =~ \'([^\']*)/dists/$codename/ ]] && echo "${BASH_REMATCH[1]}"
+}
+
+# From now on packages come from another suite of an archive, and from nowhere else.
+private_apt_from() {
+    local keyring=/usr/share/keyrings/debian-archive-keyring.gpg signed_by=""
+    [ ! -e "$keyring" ] || signed_by="[signed-by=$keyring] "
+    echo "deb $signed_by$1 $2 main" >"$staging/sources.list"
+    sources=(-o Dir::Etc::sourcelist="$staging/sources.list" -o Dir::Etc::sourceparts=/dev/null)
+}
+
+sources=()
 machine_apt() {
     apt-get -q \
         -o Dir::State="$staging/state" -o Dir::Cache="$staging/cache" \
-        -o Dir::State::status=/dev/null \
+        -o Dir::State::status=/dev/null "${sources[@]}" \
         -o Acquire::Languages=none -o Acquire::Retries=3 -o APT::Sandbox::User=root "$@"
 }
 
