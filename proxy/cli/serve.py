@@ -87,7 +87,8 @@ async def _serve_until_told(
             log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
-                running = asyncio.ensure_future(supervisor.run(proxy.pool.are_met))
+                supervisor.is_ready = proxy.pool.are_met
+                running = asyncio.ensure_future(supervisor.run())
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():

@@ -48,6 +48,8 @@ class ModelHost:
     """Whether calls to a llama-server, again and again, do not keep its model from being unloaded."""
     hides_names: ClassVar[bool]
     """Whether models may have names that the host does not list."""
+    refuses_paths: ClassVar[bool] = False
+    """Whether the host loads no model for some paths, which only its configuration tells."""
     _guarded_path: ClassVar[str]
     """A path that needs the same API key as loading a model."""
 
@@ -177,12 +179,13 @@ class Swap(ModelHost):
 
     kind: ClassVar[HostKind] = "llama-swap"
     is_polled = False
-    hides_names = True
+    hides_names = refuses_paths = True
     _guarded_path = "/running"
 
     def __init__(self, root: LlamaServer) -> None:
         super().__init__(root)
         self._resolved: dict[str, str] = {}
+        self._unsettled: set[str] = set()
 
     async def running(self) -> list[_Run]:
         return await self._root.call(
@@ -195,7 +198,9 @@ class Swap(ModelHost):
         for entry in await self._root.models():
             # An entry is a model, another name of a model, or a model of another llama-swap.
             about = member(member(entry, "meta"), "llamaswap")
-            if not text_of(about, "peerID"):
+            if text_of(about, "type") in ("selector", "profile"):  # the model differs by request
+                self._unsettled.add(text_of(entry, "id"))
+            elif not text_of(about, "peerID"):
                 own = text_of(entry, "id")
                 model = text_of(about, "modelID") or own
                 names |= dict.fromkeys((own, *list_of(member(about, "aliases"))), model)
@@ -205,7 +210,7 @@ class Swap(ModelHost):
         await self._of(model).call("GET", "/health", msgspec.Raw, seconds=LOAD_SECONDS)
 
     async def resolve(self, name: str) -> str | None:
-        if not _NAME.fullmatch(name):
+        if name in self._unsettled or not _NAME.fullmatch(name):
             return None  # the name would become part of a path
         await self.load(name)
         marker = (await self._of(name).props()).media_marker
@@ -222,7 +227,7 @@ class Swap(ModelHost):
     @staticmethod
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
-            return asked, path
+            return asked, path[2:] if path.startswith("/v/") else path
         # A model's name may have slashes: the longest beginning that is a model's name is taken.
         parts = path.removeprefix(_UPSTREAM).split("/")
         names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]

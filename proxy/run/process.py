@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
@@ -217,11 +217,11 @@ _STEADY_SECONDS = 60.0
 """If a process was ready for so long, the count of failures begins anew."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Supervisor:
     """Runs one llama-server command with `environment` added to ours.
 
-    `is_shown` sends its output to our stderr. `says_ready` is logged once it can be used.
+    `is_shown` sends its output to our stderr. `says_ready` is logged once `is_ready` returns True.
     """
 
     command: Sequence[str]
@@ -229,18 +229,18 @@ class Supervisor:
     restarts: bool
     is_shown: bool
     says_ready: str
+    is_ready: Callable[[], Awaitable[bool]] = field(init=False)
 
-    async def run(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
+    async def run(self) -> None:
         """Run llama-server until cancelled, then stop it; if cancelled once more, kill it.
 
-        It can be used once *is_ready* returns True.
         Raises LlamaServerDied when llama-server ends by itself, unless it has been ready and `restarts` is
         set: a command that never worked will not work the next time either.
         """
         n_failures = 0
         has_been_ready = False
         while True:
-            end, ready_seconds = await self._run_once(is_ready)
+            end, ready_seconds = await self._run_once()
             has_been_ready = has_been_ready or ready_seconds is not None
             if not (self.restarts and has_been_ready):
                 raise LlamaServerDied(end)
@@ -256,7 +256,7 @@ class Supervisor:
         get_logger("llama-server").info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:
-            ready_at = await self._await_ready(ended, is_ready)
+            ready_at = await self._await_ready(ended)
             how = await ended
         finally:
             ended.cancel()
@@ -267,13 +267,11 @@ class Supervisor:
             return f"llama-server died before it was ready: {how}{said}", None
         return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
-    async def _await_ready(
-        self, ended: "asyncio.Future[str]", is_ready: Callable[[], Awaitable[bool]]
-    ) -> float | None:
+    async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
         """Return the time when it was ready, None if it ended first; a large model loads for minutes."""
         began = time.monotonic()
         while not ended.done():
-            if await is_ready():
+            if await self.is_ready():
                 now = time.monotonic()
                 seconds, says = round(now - began, 1), self.says_ready
                 get_logger("llama-server").info(

@@ -226,6 +226,11 @@ class Pool(Addresses):
         elif model:
             hosted, named = await self._find(model, keys)
             if hosted is not None:
+                is_loaded, is_read = named in hosted.loaded, method == "GET"
+                if is_read and not is_loaded and hosted.host.refuses_paths:
+                    await hosted.save_idle(keys)  # for the case that it does load the model
+                    yield [hosted.root]
+                    return
                 async with hosted.use(named, time.monotonic(), keys):
                     yield [hosted.root]
                 return

@@ -298,7 +298,7 @@ class Server(Watched):
                 if epoch == self.epoch:
                     self._degradations.begin(DegradationKind.SILENT, str(slow))
             except UpstreamFault as fault:
-                if epoch == self.epoch:
+                if epoch == self.epoch and not await self.is_lost():
                     await self._miss(kind_of(fault), str(fault), has_answered=props is not None)
             except Exception as error:
                 self.services.faults.record("lifecycle", error)

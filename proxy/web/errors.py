@@ -68,8 +68,12 @@ def error_event_of(path: str, status: int, body: bytes) -> bytes:
 
 def anthropic_error(status: int, body: bytes) -> bytes:
     """Return llama-server's error in Anthropic's shape; a body that is no such error stays as it is."""
-    error = _read_error(body)
-    return body if error is None else msgspec.json.encode(_anthropic({"code": status, **error}))
+    if (error := _read_error(body)) is None:
+        return body
+    code = error.get("code")  # llama-swap's are words
+    return msgspec.json.encode(
+        _anthropic({**error, "code": code if isinstance(code, int) else status})
+    )
 
 
 def _own_error(status: int, message: str) -> Error:
@@ -82,6 +86,8 @@ def _read_error(body: bytes) -> Error | None:
     if content is None or content.get("type") == "error":
         return None  # in Anthropic's shape already
     error = content.get("error", content)
+    if isinstance(error, str) and "src" in content:  # llama-swap's until v250
+        return {"message": error}
     return error if isinstance(error, dict) and "message" in error else None
 
 

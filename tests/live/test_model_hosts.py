@@ -366,6 +366,20 @@ async def test_names_and_paths_at_a_swap(tmp_path: Path) -> None:
         assert (record["path"], record["chosen"]) == (CHAT, "live")
 
 
+async def test_path_for_which_a_swap_loads_nothing_leaves_the_loaded_model_alone(
+    tmp_path: Path,
+) -> None:
+    async with at_a_swap(tmp_path) as models:
+        await models.ask("full", agent_requests(1, 0, header=[system(50)])[0])
+        path = "/upstream/hybrid/bundle.js"
+        async with models.rig.client.get(models.rig.base_url + path) as reply:
+            assert reply.status == 409 and "ignorePaths" in await reply.text()
+        assert models.loaded() == {"full"}
+        async with models.rig.client.get(f"{models.rig.base_url}/upstream/hybrid/props") as reply:
+            assert reply.status == 200
+        assert models.loaded() == {"hybrid"}
+
+
 async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_path: Path) -> None:
     """The proxy's own looks do not keep it loaded."""
     first, second = agent_requests(1, 1, header=[system(450)])

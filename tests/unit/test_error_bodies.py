@@ -104,6 +104,16 @@ def test_llama_servers_error_is_brought_into_anthropics_shape(
     assert json.loads(anthropic_error(status, raw)) == {"type": "error", "error": error}
 
 
+@pytest.mark.parametrize(
+    "error", ["it is so", {"message": "it is so", "type": "x", "param": None, "code": "not_found"}]
+)
+def test_llama_swaps_error_is_brought_into_anthropics_shape(error: object) -> None:
+    """That of v250, and that of later ones, whose codes are words."""
+    raw = json.dumps({"error": error, "src": "llama-swap"}).encode()
+    told = {"type": "not_found_error", "message": "it is so"}
+    assert json.loads(anthropic_error(404, raw)) == {"type": "error", "error": told}
+
+
 def test_prompt_that_is_too_long_is_told_in_the_words_of_both() -> None:
     told = json.loads(anthropic_error(400, json.dumps({"error": TOO_LONG}).encode()))["error"]
     assert told["type"] == "invalid_request_error"

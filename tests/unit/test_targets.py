@@ -1,11 +1,14 @@
 """How calls name the model that they are for."""
 
 import json
+import re
+from typing import Any
 
 import pytest
 
-from proxy.llama.client import Target
+from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models, Router, Swap
+from tests.lab.server import REPOSITORY
 
 BASE = "http://10.0.0.1:8080/prefix"
 MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})
@@ -83,3 +86,44 @@ def test_longest_name_in_a_path_counts() -> None:
 def test_path_of_a_router_names_no_model() -> None:
     path = "/upstream/author/model/v1/messages"
     assert Router.split_path(path, "asked", MODELS) == ("asked", path)
+
+
+def test_path_that_llama_swap_shortens_is_read_as_llama_server_gets_it() -> None:
+    """Its /v/... routes are those of APIs that have no version."""
+    assert Swap.split_path("/v/chat/completions", "", MODELS) == ("", "/chat/completions")
+    assert Swap.split_path("/version", "", MODELS) == ("", "/version")
+
+
+class Listing(LlamaServer):
+    """Answers what llama-swap v250 lists."""
+
+    def __init__(self, about: dict[str, dict[str, str]]) -> None:
+        self._entries = [{"id": id, "meta": {"llamaswap": told}} for id, told in about.items()]
+
+    async def call(self, *_: object, **__: object) -> Any:
+        return []
+
+    async def models(self, path: str = "") -> list[dict[str, Any]]:
+        return self._entries
+
+
+async def test_what_chooses_a_model_for_each_request_is_no_model() -> None:
+    kinds = ("model", "alias", "selector", "profile")
+    about = {f"a-{kind}": {"type": kind} for kind in kinds}
+    about["a-alias"]["modelID"] = "a-model"
+    swap = Swap(Listing(about))
+    models = await swap.models()
+    assert models.known == {"a-model"} and models.named("a-alias") == "a-model"
+    for name in ("a-selector", "a-profile"):
+        assert models.named(name) is None and await swap.resolve(name) is None
+
+
+def test_own_calls_load_no_model_at_a_llama_swap_set_up_as_the_guide_says() -> None:
+    """They go to /upstream/MODEL; only /health, by which the proxy has a model loaded, may load it."""
+    guide = (REPOSITORY / "docs" / "models.md").read_text()
+    (ignored,) = re.findall(r'ignorePaths: \["(.+)"\]', guide)
+    source = (REPOSITORY / "proxy" / "llama" / "client.py").read_text()
+    paths = {*re.findall(r'[("](/[a-z][a-z0-9/-]+)', source)} - {"/upstream/"}
+    assert {"/slots", "/props", "/completion", "/v1/models"} <= paths
+    assert [path for path in sorted(paths) if not re.search(ignored, path)] == []
+    assert not re.search(ignored, "/health")
