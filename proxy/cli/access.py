@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlencode
 
 import click
@@ -228,18 +228,17 @@ def with_store(command: Command) -> Command:
     return option(with_proxy(command, works_on_directories=True))
 
 
-def with_directory(command: Command, *, is_made: bool = False) -> Command:
+def with_directory(command: Command, unset: Literal["known", "made"] = "known") -> Command:
     """Give a command the settings as its first argument, for the directory in them.
 
-    Where none is set it is that of `run`, which *is_made* if it does not exist.
+    *unset* says what to do if they name none, as for `settings_of`.
     """
 
     @setting_options("slot_save_path")
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
-        given = {"slot_save_path": slot_save_path}
-        command(settings_of(given, config, "made" if is_made else "known"), **arguments)
+        command(settings_of({"slot_save_path": slot_save_path}, config, unset), **arguments)
 
     return run
 

@@ -76,11 +76,10 @@ def settings_of(
     """
     try:
         merged = merge_settings(flags, os.environ, config)
-        usual = default_directory()
         if directory == "made" and "slot_save_path" not in merged:
-            usual.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory == "any" or (directory != "given" and usual.is_dir()):
-            merged.setdefault("slot_save_path", str(usual))
+            default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory == "any" or (directory != "given" and default_directory().is_dir()):
+            merged.setdefault("slot_save_path", str(default_directory()))
         return complete_settings(merged, needs_directory=directory != "any")
     except (SettingsError, OSError) as error:
         fail(error, Exit.USAGE)

@@ -204,9 +204,8 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     names = ("input", "max_output_tokens") if of_responses else ("messages", "max_tokens")
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
-        fields = {"model": model, names[0]: said, names[1]: 1}
         headers = {"X-Api-Key": api_key, "X-Prefix-Cache": "no-store"}
-        body = msgspec.json.encode(fields)
+        body = msgspec.json.encode({"model": model, names[0]: said, names[1]: 1})
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
         answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]

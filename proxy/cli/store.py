@@ -357,7 +357,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
-@partial(with_directory, is_made=True)
+@partial(with_directory, unset="made")
 def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) -> None:
     """Take over the checkpoints of an exported file.
 

@@ -204,9 +204,7 @@ class Journal:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             # A command's own requests are meant only if there are no others.
-            found = min(
-                self._newest(), key=lambda e: e.request.client == views.OWN_CLIENT, default=None
-            )
+            found = min(self._newest(), key=lambda e: e[0].client == views.OWN_CLIENT, default=None)
         elif request_id == MISS:
             found = next((each for each in self._newest() if each.request.cause.is_miss), None)
         else:

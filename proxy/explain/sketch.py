@@ -192,8 +192,8 @@ def words_of(fields: dict[str, Any]) -> str:
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
     plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
     words = " ".join(plain.split())
-    is_quoted = words[:1] == words[-1:] == '"'  # by OpenCode
-    return shortened(words.strip('"') if is_quoted else words, _N_TITLE)
+    # `opencode run` puts them between quotation marks.
+    return shortened(words.strip('"') if words[:1] == words[-1:] == '"' else words, _N_TITLE)
 
 
 def said_in(fields: dict[str, Any]) -> str:

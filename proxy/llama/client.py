@@ -305,12 +305,11 @@ class LlamaServer:
             with self.heard(cut):
                 yield
 
-    def cut_silent(self, seconds: float) -> int:
-        """Cut the exchanges in which llama-server has sent nothing for so long; return how many."""
-        silent = [e for e in self._waiting if e.heard_at <= time.monotonic() - seconds]
-        for exchange in silent:
-            exchange.cut()
-        return len(silent)
+    def cut_silent(self, seconds: float) -> None:
+        """Cut the exchanges in which llama-server has sent nothing for so long."""
+        for exchange in list(self._waiting):
+            if exchange.heard_at <= time.monotonic() - seconds:
+                exchange.cut()
 
     async def takes_key(self, keys: Headers, path: str = "/props") -> bool:
         """Return whether llama-server accepts *keys*; raises UpstreamFault at other failures.

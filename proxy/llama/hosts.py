@@ -47,9 +47,7 @@ class ModelHost:
     is_polled: ClassVar[bool]
     """Whether calls to a llama-server, again and again, do not keep its model from being unloaded."""
     hides_names: ClassVar[bool]
-    """Whether models may have names that the host does not list."""
-    refuses_paths: ClassVar[bool] = False
-    """Whether the host loads no model for some paths, which only its configuration tells."""
+    """Whether the host's configuration alone tells all names, and the paths for which it loads no model."""
     _guarded_path: ClassVar[str]
     """A path that needs the same API key as loading a model."""
 
@@ -179,7 +177,7 @@ class Swap(ModelHost):
 
     kind: ClassVar[HostKind] = "llama-swap"
     is_polled = False
-    hides_names = refuses_paths = True
+    hides_names = True
     _guarded_path = "/running"
 
     def __init__(self, root: LlamaServer) -> None:

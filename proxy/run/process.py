@@ -250,7 +250,7 @@ class Supervisor:
             get_logger("llama-server").error(end, restart_in_seconds=delay_seconds, says=says)
             await asyncio.sleep(delay_seconds)
 
-    async def _run_once(self, is_ready: Callable[[], Awaitable[bool]]) -> tuple[str, float | None]:
+    async def _run_once(self) -> tuple[str, float | None]:
         """Run a process; return its end in words, and how long it had been ready, None if never."""
         process = await LlamaProcess.start(self.command, self.environment, is_shown=self.is_shown)
         get_logger("llama-server").info("started llama-server", pid=process.pid)
@@ -272,11 +272,9 @@ class Supervisor:
         began = time.monotonic()
         while not ended.done():
             if await self.is_ready():
-                now = time.monotonic()
-                seconds, says = round(now - began, 1), self.says_ready
-                get_logger("llama-server").info(
-                    "llama-server is ready", after_seconds=seconds, says=says
-                )
+                now, log = time.monotonic(), get_logger("llama-server")
+                seconds = round(now - began, 1)
+                log.info("llama-server is ready", after_seconds=seconds, says=self.says_ready)
                 return now
             await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
         return None

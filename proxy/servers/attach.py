@@ -260,7 +260,6 @@ async def _recognize(
 ) -> None:
     """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
-    directory = str(store.files.directory)
     for namespace, checkpoint in {c.namespace: c for c in store}.items():
         owner = owned.get(namespace)
         if owner is None or not choose_namespace([owner.known], canary):
@@ -272,9 +271,11 @@ async def _recognize(
             for process.saves_context_checkpoints in (True, False):
                 known = process.known(RULE, Rule)
                 if known and owner.static == _static(identity, state):
-                    process.degrade(DegradationKind.DIRECTORY_IS_READ_ONLY, directory)
+                    process.degrade(
+                        DegradationKind.DIRECTORY_IS_READ_ONLY, str(store.files.directory)
+                    )
                     return await process.learn_rule(known)
-    raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, directory)
+    raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, str(store.files.directory))
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:

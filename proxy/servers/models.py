@@ -271,11 +271,6 @@ class HostedModels(Watched):
         for model in leaving:
             await self.host.unload(model)
 
-    async def save_idle(self, keys: Mapping[str, str]) -> None:
-        """Save the idle slots of all models before the host may unload some, if it accepts *keys*."""
-        if await self.host.accepts(keys):
-            await drain(self.processes, self._save_seconds)
-
     async def save_all(self, keys: Mapping[str, str]) -> None:
         """Save the slots of all models before a client unloads some, if the host accepts its *keys*."""
         if await self.host.accepts(keys):

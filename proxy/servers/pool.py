@@ -226,9 +226,9 @@ class Pool(Addresses):
         elif model:
             hosted, named = await self._find(model, keys)
             if hosted is not None:
-                is_loaded, is_read = named in hosted.loaded, method == "GET"
-                if is_read and not is_loaded and hosted.host.refuses_paths:
-                    await hosted.save_idle(keys)  # for the case that it does load the model
+                if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
+                    # Only llama-swap's configuration tells for which paths it loads a model.
+                    await hosted.save_all(keys)
                     yield [hosted.root]
                     return
                 async with hosted.use(named, time.monotonic(), keys):

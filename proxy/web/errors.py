@@ -68,12 +68,8 @@ def error_event_of(path: str, status: int, body: bytes) -> bytes:
 
 def anthropic_error(status: int, body: bytes) -> bytes:
     """Return llama-server's error in Anthropic's shape; a body that is no such error stays as it is."""
-    if (error := _read_error(body)) is None:
-        return body
-    code = error.get("code")  # llama-swap's are words
-    return msgspec.json.encode(
-        _anthropic({**error, "code": code if isinstance(code, int) else status})
-    )
+    error = _read_error(body)
+    return body if error is None else msgspec.json.encode(_anthropic(error, status))
 
 
 def _own_error(status: int, message: str) -> Error:
@@ -86,8 +82,7 @@ def _read_error(body: bytes) -> Error | None:
     if content is None or content.get("type") == "error":
         return None  # in Anthropic's shape already
     error = content.get("error", content)
-    if isinstance(error, str) and "src" in content:  # llama-swap's until v250
-        return {"message": error}
+    error = {"message": error} if "src" in content and isinstance(error, str) else error
     return error if isinstance(error, dict) and "message" in error else None
 
 
@@ -100,14 +95,14 @@ def _event(path: str, error: Error) -> bytes:
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 
-def _anthropic(error: Error) -> Error:
-    """Return an error in Anthropic's shape.
+def _anthropic(error: Error, status: int = 500) -> Error:
+    """Return an error in Anthropic's shape; *status* counts where it has no number for a code.
 
     Some clients know Anthropic's words for a prompt that is too long, others llama-server's: such an error
     has both.
     """
     code, message = error.get("code"), str(error["message"])
-    _, kind = _TYPES.get(code if isinstance(code, int) else 500, ("", "api_error"))
+    _, kind = _TYPES.get(code if isinstance(code, int) else status, ("", "api_error"))
     if error.get("type") == "exceed_context_size_error":
         n_prompt, n_ctx = error.get("n_prompt_tokens", 0), error.get("n_ctx", 0)
         told = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum"
