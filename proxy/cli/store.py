@@ -391,7 +391,7 @@ def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) ->
         lines.append(f"{imported.n_already_there} were there already")
     if imported.is_new_model:
         lines.append(
-            "This directory has not met their model yet: whether they fit shows when it does."
+            "This directory is new: whether these states fit shows once their model has run on it."
         )
     content = {
         "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],

@@ -157,7 +157,7 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         assert "llama-prefix-cache, " in listed and '"."' not in listed
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
-        assert "pinned: it stays" in (await command(*warm))[1]
+        assert "stored already, and pinned" in (await command(*warm))[1]
         assert "when its room is needed, with --pin never" in (await command(*warm, "--whole"))[1]
         whole = await asked(*warm, "--whole")
         assert whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
