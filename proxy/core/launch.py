@@ -129,7 +129,7 @@ def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
     n_slots = int(slots.value) if slots and slots.value.isdecimal() else 1
     n_tokens = int(context.value) if context and context.value.isdecimal() else 0
     each = 1 if _unified_by(given) else n_slots
-    length = f"{n_tokens // max(1, each):,} tokens" if n_tokens else "as long as the model allows"
+    length = f"{n_tokens // max(1, each):,} tokens" if n_tokens else "the model's whole context"
     return f"{model}, {n_slots} slot{'s' * (n_slots != 1)} of {length}"
 
 

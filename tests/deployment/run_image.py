@@ -19,7 +19,7 @@ from tests.deployment.namespaces import leave_mounts, leave_network
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_llama_server
 
-MAX_ADDED_BYTES = 135_000_000
+MAX_ADDED_BYTES = 145_000_000
 MAX_EVALUATED_BESIDE_NEW = 32
 STOP_GRACE_SECONDS = 150
 BASE, IMAGE, LLAMA_IMAGE = (
@@ -70,7 +70,7 @@ def build(engine: Engine) -> None:
     sizes = (engine.docker("image", "inspect", "-f", "{{.Size}}", name) for name in (IMAGE, BASE))
     n_bytes = int(next(sizes)) - int(next(sizes))
     seconds = time.monotonic() - began
-    print(f"built in {seconds:.0f} s: {n_bytes / 1e6:.1f} MB beyond its base, of at most 135")
+    print(f"built in {seconds:.0f} s: {n_bytes / 1e6:.1f} MB beyond its base")
     assert n_bytes <= MAX_ADDED_BYTES
     shutil.copytree(find_llama_server().parent, engine.folder / "server", symlinks=True)
     (engine.folder / "server.Dockerfile").write_text(LLAMA_SERVER)

@@ -34,7 +34,7 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:50123", "/cache")
     assert (made.n_context_checkpoints, made.has_ram_cache) == (8, False)
     assert (made.conflicts, made.warnings) == ([], [])
-    assert made.says == "the models that it finds, 1 slot of as long as the model allows"
+    assert made.says == "the models that it finds, 1 slot of the model's whole context"
 
 
 def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
