@@ -133,6 +133,7 @@ def _remember_a_month(history: History) -> None:
             for _ in range(chance.randrange(2, 12)):
                 history.add(_worked(at.timestamp(), chance))
     history.today = Today(since=now - 5 * 3600)
+    history.minutes.clear()  # the clock never goes back: earlier minutes would count for the last one
     for seconds_ago in range(7200, 240, -60):
         busy = chance.random() < (0.75 if 5000 > seconds_ago > 2600 or seconds_ago < 1500 else 0.2)
         for _ in range(chance.randrange(1, 4) if busy else 0):
