@@ -6,6 +6,7 @@ Needs root; mounts and network are its own.
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -17,16 +18,14 @@ from tests.deployment.cached_turn import PATIENCE_SECONDS, TURNS, Usage, ask, wa
 from tests.deployment.engine import Engine, base_image, build_arguments
 from tests.deployment.namespaces import leave_mounts, leave_network
 from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_llama_server
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, find_llama_server
 
 MAX_ADDED_BYTES = 145_000_000
 MAX_EVALUATED_BESIDE_NEW = 32
 STOP_GRACE_SECONDS = 150
-BASE, IMAGE, LLAMA_IMAGE = (
-    "debian:bookworm-slim",
-    "llama-prefix-cache",
-    "ghcr.io/ggml-org/llama.cpp",
-)
+DOCKERFILE = (REPOSITORY / "deploy" / "Dockerfile").read_text()
+BASE = re.findall(r"^ARG BASE=(\S+)", DOCKERFILE, re.M)[0]
+IMAGE, LLAMA_IMAGE = "llama-prefix-cache", "ghcr.io/ggml-org/llama.cpp"
 URL, ADMIN = "http://127.0.0.1:8081", "http://127.0.0.1:8082"
 ON_LOOPBACK = """
 services:

@@ -110,6 +110,8 @@ def test_image_has_what_the_compose_file_counts_on() -> None:
 
 def test_image_says_what_it_is_and_needs_no_new_layer_of_libraries_for_each_change() -> None:
     build, image = read_dockerfile(DEPLOY / "Dockerfile")
+    told = (DEPLOY / "Dockerfile").read_text()
+    assert re.search(r"^ARG BASE=debian:bookworm-\d{8}-slim$", told, re.M)
     assert image.labels.keys() >= {
         f"org.opencontainers.image.{name}" for name in ("title", "licenses", "revision")
     }
