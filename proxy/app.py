@@ -206,7 +206,7 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         app,
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=drain_seconds,
+        shutdown_timeout=drain_seconds / 2,  # it waits twice for so long
         auto_decompress=False,
         keepalive_timeout=IDLE_SECONDS,
         max_line_size=MAX_TARGET_BYTES,

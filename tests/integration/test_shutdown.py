@@ -43,6 +43,28 @@ async def test_endless_stream_is_cut_when_the_time_is_up(start_rig: StartRig) ->
         await rig.start_proxy()
 
 
+async def test_answer_goes_on_for_drain_seconds_and_no_longer(start_rig: StartRig) -> None:
+    """The answer itself measures: a busy machine sends fewer chunks, not more."""
+    async with start_rig(n_slots=1, drain_seconds=1.0) as rig:
+        rig.server.faults.chunk_seconds = 0.02
+        body = {"messages": question("a"), "stream": True, "max_tokens": 10_000}
+        chunks = list[bytes]()
+
+        async def read() -> None:
+            async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+                async for line in reply.content:
+                    chunks.append(line)
+
+        reading = asyncio.ensure_future(read())
+        await until(lambda: bool(chunks))
+        n_before = len(chunks)
+        await rig.stop_proxy()
+        with pytest.raises(aiohttp.ClientError):
+            await reading
+        assert sum(map(bool, map(bytes.strip, chunks[n_before:]))) < 75
+        await rig.start_proxy()
+
+
 async def test_dirty_slots_are_saved_at_shutdown(start_rig: StartRig) -> None:
     async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
         for name in "ab":
