@@ -69,7 +69,8 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
 
     Under each model (and API key that asked for it) are its headers (tools and system prompt, by the
     client that sends them), under each header its sessions, by the first words of their users. ID is the
-    beginning of the digits behind them, 4 at least, or the name of a model.
+    beginning of the digits behind them, 4 at least, or the name of a model. A state is worth the seconds
+    that it spares, and less the longer it is not used; what is worth least for its size goes first.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)
