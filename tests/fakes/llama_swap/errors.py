@@ -1,28 +1,17 @@
-"""llama-swap's own answers to what it refuses: the shape of OpenAI's errors, with who says it."""
+"""llama-swap's own answers to what it refuses, as release v250 gives them: why, and who says it."""
 
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-_TYPES_AND_CODES = {
-    401: ("authentication_error", "unauthorized"),
-    404: ("invalid_request_error", "not_found"),
-    409: ("invalid_request_error", "conflict"),
-    429: ("rate_limit_error", "rate_limit_exceeded"),
-    500: ("server_error", "internal_error"),
-}
-
 
 class Refused(Exception):
     """A request that llama-swap answers itself."""
 
-    def __init__(
-        self, status: int, message: str, headers: Mapping[str, str] | None = None, code: str = ""
-    ) -> None:
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.headers = headers
-        self.code = code
 
 
 @web.middleware
@@ -44,7 +33,5 @@ def _render(request: web.Request, refused: Refused) -> web.Response:
         return web.Response(
             status=refused.status, text=f"llama-swap: {refused}", headers=refused.headers
         )
-    kind, code = _TYPES_AND_CODES[refused.status]
-    error = {"message": str(refused), "type": kind, "param": None, "code": refused.code or code}
-    body = {"src": "llama-swap", "error": error}
+    body = {"src": "llama-swap", "error": str(refused)}
     return web.json_response(body, status=refused.status, headers=refused.headers)

@@ -148,9 +148,7 @@ class LlamaSwap:
         except (StartFailed, ModelUnloaded) as error:
             raise errors.Refused(500, f"unspecific error: {error}") from None
         except LimitReached:
-            raise errors.Refused(
-                429, "Too many requests", {"Retry-After": "1"}, code="concurrency_limit"
-            ) from None
+            raise errors.Refused(429, "Too many requests", {"Retry-After": "1"}) from None
 
     async def _pass_on(
         self,
