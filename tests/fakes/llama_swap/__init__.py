@@ -5,7 +5,7 @@ place. What it does was read in llama-swap's source as of autumn 2026 (files of 
 
 - internal/server/server.go, api.go, apigroup.go, auth.go: the routes, /running, /v1/models, unloading,
   /upstream/{model}/ with its redirects and `upstream.ignorePaths`, API keys, which are not passed on;
-- internal/swaputil/http.go, httperror.go: how a request names a model; statuses and bodies of errors (v250);
+- internal/swaputil/http.go, httperror.go: how a request names a model; errors as in v250;
 - internal/server/filters.go: `useModelName`, and filters but for setParamsByMatch and paths as their keys;
 - internal/router/scheduler/fifo.go, internal/router/base.go, group.go: what is evicted for what; that a
   busy model is waited for; that requests for one model share a swap; how many requests a model may have;
