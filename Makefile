@@ -244,6 +244,7 @@ install:
 	@if [ "$$(id -u)" = 0 ]; then $(MAKE) --no-print-directory install-units; fi
 	@$(PREFIX)/bin/$(NAME) --version
 
+# llama-server.service names the group render, for GPUs: systemd starts no unit with a group that does not exist.
 install-units:
 	install -d $(UNITS) $(SYSCONFDIR)/$(NAME)
 	for unit in $(notdir $(wildcard deploy/systemd/*.service)); do \
@@ -253,7 +254,6 @@ install-units:
 	  install -m 644 deploy/config.example.yaml $(SYSCONFDIR)/$(NAME)/config.yaml
 	test -e $(SYSCONFDIR)/$(NAME)/llama-server.env || \
 	  install -m 600 deploy/systemd/llama-server.env $(SYSCONFDIR)/$(NAME)/llama-server.env
-	# llama-server.service names it for GPUs; systemd starts no unit with a group that does not exist.
 	getent group render >/dev/null || groupadd --system render
 	if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
 
