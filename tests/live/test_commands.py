@@ -158,7 +158,7 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
         assert "stored already, and pinned" in (await command(*warm))[1]
-        assert "when its room is needed, with --pin never" in (await command(*warm, "--whole"))[1]
+        assert "until the room is needed; --pin keeps" in (await command(*warm, "--whole"))[1]
         whole = await asked(*warm, "--whole")
         assert whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
         assert whole["n_usable"] > first["n_usable"] + 100
