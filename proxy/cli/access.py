@@ -262,15 +262,12 @@ def told_plainly() -> Iterator[None]:
         fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
 
-yes_option = click.option("--yes", "-y", is_flag=True, is_eager=True, help="Do not ask.")
-
-
-def agree_to_write(context: click.Context, _: click.Parameter, file: Path) -> Path:
+def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:
     """Ask before a command with `yes_option` replaces a file; exit if the file cannot be written."""
-    is_sure, place = context.params.pop("yes"), file if os.path.exists(file) else file.parent
+    place = file if os.path.exists(file) else file.parent
     if not os.access(place, os.W_OK):
         fail(f"{place} does not exist, or this user may not write to it")
-    if file.is_file() and not is_sure:
+    if file.is_file():
         agree(f"{file} is there already. Replace it?")
     return file
 

@@ -10,8 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy, yes_option
-from proxy.cli.common import FILE
+from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy
+from proxy.cli.common import FILE, yes_option
 from proxy.cli.trace import send_all, tell
 from proxy.explain.trace import TRACED_TOKENS, TracedRequest
 
@@ -32,9 +32,7 @@ _MACHINE = (
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @yes_option
 @with_proxy
-def bench(
-    proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | None, as_json: bool
-) -> None:
+def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | None) -> None:
     """Measure this machine, and write a report for the project.
 
     \b
@@ -64,7 +62,7 @@ def bench(
     }
     with told_plainly():
         file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    tell({**figures, "written": str(file)}, as_json=as_json)
+    tell({**figures, "written": str(file)})
 
 
 def _rounds(sizes: Iterable[int], n_conversations: int) -> Iterator[TracedRequest]:

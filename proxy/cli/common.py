@@ -59,8 +59,8 @@ def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
 
 
 def agree(question: str) -> None:
-    """Ask whether to go on; exit if the user does not, or if nobody sits at a terminal."""
-    if not (sys.stdin.isatty() and click.confirm(question, err=True)):
+    """Ask whether to go on, unless --yes is given; exit if the user refuses, or without a terminal."""
+    if not (_is_on("yes") or (sys.stdin.isatty() and click.confirm(question, err=True))):
         fail(f"{question} Nothing was done: --yes does it without asking", Exit.USAGE)
 
 
@@ -109,9 +109,9 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     return table
 
 
-def answer(content: object, shown: object, *, as_json: bool) -> None:
-    """Print *content* as JSON for programs, or *shown*, lines or a renderable of rich, for people."""
-    if as_json:
+def answer(content: object, shown: object) -> None:
+    """Print *content* if --json is given, else *shown* for people: lines, or a renderable of rich."""
+    if _is_on("json"):
         click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
     elif isinstance(shown, str):
         click.echo(shown)
@@ -185,7 +185,21 @@ config_option = click.option(
     envvar=ENVIRONMENT_PREFIX + "CONFIG",
     help="YAML file with settings; flags and LLAMA_PREFIX_CACHE_* beat it.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _note(context: click.Context, option: click.Parameter, is_on: bool) -> None:
+    context.meta[str(option.name)] = is_on
+
+
+def _is_on(name: str) -> bool:
+    """Return whether the command that runs was given a switch; one without that switch was not."""
+    return bool(click.get_current_context().meta.get(name))
+
+
+# Not arguments of the commands: only `answer` and `agree` read these switches.
+_switch = partial(click.option, is_flag=True, is_eager=True, expose_value=False, callback=_note)
+json_option = _switch("--json", help="Print JSON.")
+yes_option = _switch("--yes", "-y", help="Do not ask.")
 
 
 # Signals: the first one stops the command in order, each further one cuts a step short.

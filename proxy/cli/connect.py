@@ -17,8 +17,8 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.access import RunningProxy, told_plainly, with_proxy, yes_option
-from proxy.cli.common import Exit, agree, answer, fail
+from proxy.cli.access import RunningProxy, told_plainly, with_proxy
+from proxy.cli.common import Exit, agree, answer, fail, yes_option
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -41,12 +41,10 @@ def connect(
     name: str,
     write: bool,
     undo: bool,
-    yes: bool,
     file: Path | None,
     url: str | None,
     model: str | None,
     api_key: str,
-    as_json: bool,
 ) -> None:
     """Point a client at the running proxy.
 
@@ -60,7 +58,7 @@ def connect(
     there is kept beside it. Two small requests then show whether the client's way is cached.
     """
     if undo:
-        _undo(file or _usual_file(name), is_sure=yes)
+        _undo(file or _usual_file(name))
         return
     told = proxy.told()
     server = proxy.clients_side(told, url)
@@ -81,14 +79,12 @@ def connect(
         shown = written(own, content)
         if "file" in client:
             shown += f"\ngoes into {client['file']}; --write merges it there"
-        answer(content, f"{shown}\n{hint}".rstrip(), as_json=as_json)
+        answer(content, f"{shown}\n{hint}".rstrip())
         return
-    _write(file or _usual_file(name), content, is_sure=yes)
+    _write(file or _usual_file(name), content)
     n_prompt, n_cached = _try(server, client["api"], model, api_key)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
-    answer(
-        {"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip(), as_json=as_json
-    )
+    answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
 
 
@@ -143,7 +139,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
     return written(path, merged(there, content))
 
 
-def _write(path: Path, content: dict[str, Any], *, is_sure: bool) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
     """Merge the content into a file, after the user agreed to the difference."""
     with told_plainly():
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -153,19 +149,19 @@ def _write(path: Path, content: dict[str, Any], *, is_sure: bool) -> None:
             fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
         if before == after:
             return
-        _agree(path, before, after, is_sure=is_sure)
+        _agree(path, before, after)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _backup(path).exists():
             _put(_backup(path), before)
         _put(path, after)
 
 
-def _undo(path: Path, *, is_sure: bool) -> None:
+def _undo(path: Path) -> None:
     with told_plainly():
         if not _backup(path).exists():
             fail(f"nothing to undo: there is no {_backup(path)}")
         before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
-        _agree(path, before, after, is_sure=is_sure)
+        _agree(path, before, after)
         if after:
             _put(path, after)
         else:
@@ -186,14 +182,13 @@ def _put(path: Path, text: str) -> None:
     part.replace(path.resolve())
 
 
-def _agree(path: Path, before: str, after: str, *, is_sure: bool) -> None:
-    """Show the difference, and exit unless the user agrees."""
+def _agree(path: Path, before: str, after: str) -> None:
+    """Show the difference, and exit unless the user agrees to it."""
     lines = difflib.unified_diff(
         before.splitlines(), after.splitlines(), str(path), "", lineterm=""
     )
     click.echo("\n".join(lines), err=True)
-    if not is_sure:
-        agree(f"Write {path}?")
+    agree(f"Write {path}?")
 
 
 def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int, int]:

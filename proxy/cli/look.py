@@ -49,7 +49,7 @@ from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
 @click.command()
 @with_proxy
-def stats(proxy: RunningProxy, as_json: bool) -> None:
+def stats(proxy: RunningProxy) -> None:
     """Say how the proxy is doing, and what it has brought today.
 
     \b
@@ -61,7 +61,7 @@ def stats(proxy: RunningProxy, as_json: bool) -> None:
     """
     overview = proxy.told()
     try:
-        answer(overview, table_of(stats_rows(overview)), as_json=as_json)
+        answer(overview, table_of(stats_rows(overview)))
     except KeyError:
         proxy.fail_foreign()
 
@@ -208,7 +208,7 @@ def _visible(text: str) -> str:
 @click.command()
 @click.argument("request_id", default="last", metavar="[REQUEST_ID|last|miss]")
 @with_proxy
-def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
+def explain(proxy: RunningProxy, request_id: str) -> None:
     """Say what a request reused, why not more, and what helps.
 
     REQUEST_ID is the id of its log line; without one it is the last request, and with `miss` the last one
@@ -223,7 +223,7 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
       llama-prefix-cache explain last --admin 192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
-    answer(explanation, explanation_text(explanation), as_json=as_json)
+    answer(explanation, explanation_text(explanation))
 
 
 # `llama-prefix-cache config`: the settings in force, and the source of each.
@@ -232,7 +232,7 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
 @click.command("config")
 @setting_options()
 @json_option
-def config_(config: Path | None, as_json: bool, **flags: Any) -> None:
+def config_(config: Path | None, **flags: Any) -> None:
     """Print the settings in force, and where each value comes from.
 
     \b
@@ -253,7 +253,7 @@ def config_(config: Path | None, as_json: bool, **flags: Any) -> None:
         hidden = name.endswith("_key") and value != "null"
         rows.append((name, "(not shown)" if hidden else value, origin))
     content = {name: {"value": value, "from": origin} for name, value, origin in rows}
-    answer(content, table_of(rows), as_json=as_json)
+    answer(content, table_of(rows))
 
 
 # `llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it.
@@ -276,9 +276,7 @@ _SHOWN = {
 )
 @click.option("--shared", "is_shared", is_flag=True, help="Say who shares what by shared_store.")
 @json_option
-def doctor(
-    config: Path | None, model: str | None, is_shared: bool, as_json: bool, **flags: Any
-) -> None:
+def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any) -> None:
     """Say whether caching will work here, how well, and what mends it.
 
     \b
@@ -294,13 +292,13 @@ def doctor(
     settings = settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
     if is_shared:
-        return _tell_shares(settings, as_json=as_json)
+        return _tell_shares(settings)
     setup = _until_interrupted(examine(settings, model=model or ""))
-    answer(json_report(setup), report(setup, console()), as_json=as_json)
+    answer(json_report(setup), report(setup, console()))
     sys.exit(exit_status(findings_of(setup)))
 
 
-def _tell_shares(settings: Settings, *, as_json: bool) -> None:
+def _tell_shares(settings: Settings) -> None:
     """Print who has put what into the shared store, and why some of them do not share."""
     from proxy.shared.survey import survey
 
@@ -323,7 +321,7 @@ def _tell_shares(settings: Settings, *, as_json: bool) -> None:
         )
         for share in shares
     ]
-    answer(shares, table_of(rows) if rows else "nothing is in the shared store", as_json=as_json)
+    answer(shares, table_of(rows) if rows else "nothing is in the shared store")
 
 
 def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:

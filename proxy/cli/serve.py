@@ -249,7 +249,6 @@ def warm(
     path: str | None,
     api_key: str | None,
     pin: bool,
-    as_json: bool,
 ) -> None:
     """Evaluate and keep a header for its first user.
 
@@ -293,7 +292,6 @@ def warm(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens: {how}, {stays} "
         f"({warmed['id'][:8]}, {size_in_words(warmed['size_bytes'])})",
-        as_json=as_json,
     )
 
 

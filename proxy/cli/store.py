@@ -21,7 +21,6 @@ from proxy.cli.access import (
     told_plainly,
     with_directory,
     with_store,
-    yes_option,
 )
 from proxy.cli.common import (
     FILE,
@@ -34,6 +33,7 @@ from proxy.cli.common import (
     fail,
     progress,
     table_of,
+    yes_option,
 )
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
@@ -57,7 +57,7 @@ Checkpoints = Sequence[ListedCheckpoint]
 @click.argument("name", required=False, metavar="[ID]")
 @click.option("--all", "shows_all", is_flag=True, help=f"Show more than {_N_SHOWN} of a kind.")
 @with_store
-def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
+def ls(store: Store, name: str | None, shows_all: bool) -> None:
     """List the checkpoints as a tree.
 
     \b
@@ -76,7 +76,7 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
     tree = Tree("", hide_root=True)
     _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
     shown = Group(Text(_sum(checkpoints), style="bold"), tree)
-    answer({"checkpoints": checkpoints}, shown, as_json=as_json)
+    answer({"checkpoints": checkpoints}, shown)
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
@@ -145,7 +145,7 @@ names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...
 @click.command()
 @names_argument
 @with_store
-def pin(store: Store, names: tuple[str, ...], as_json: bool) -> None:
+def pin(store: Store, names: tuple[str, ...]) -> None:
     """Keep checkpoints whatever the budget says.
 
     \b
@@ -155,22 +155,22 @@ def pin(store: Store, names: tuple[str, ...], as_json: bool) -> None:
     ID is the beginning of what ls shows. What is pinned counts in the budget: if all of it is pinned,
     nothing new is saved.
     """
-    _set_pinned(store, names, is_pinned=True, as_json=as_json)
+    _set_pinned(store, names, is_pinned=True)
 
 
 @click.command()
 @names_argument
 @with_store
-def unpin(store: Store, names: tuple[str, ...], as_json: bool) -> None:
+def unpin(store: Store, names: tuple[str, ...]) -> None:
     """Leave checkpoints to the budget again.
 
     \b
     llama-prefix-cache unpin 00f3b1c2
     """
-    _set_pinned(store, names, is_pinned=False, as_json=as_json)
+    _set_pinned(store, names, is_pinned=False)
 
 
-def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json: bool) -> None:
+def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool) -> None:
     found = all_named(store, names)
     changed = [checkpoint.id for checkpoint in found if checkpoint.is_pinned != is_pinned]
     for checkpoint_id in changed:
@@ -180,7 +180,6 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json:
     answer(
         {"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes},
         f"{verb} {len(changed)} (of {len(found)} named); pinned are now {_sum(pinned)}",
-        as_json=as_json,
     )
 
 
@@ -195,7 +194,7 @@ _pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")
 @yes_option
 @_pinned_option
 @with_store
-def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: bool) -> None:
+def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
     """Delete checkpoints by their ids.
 
     \b
@@ -205,8 +204,8 @@ def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: b
     ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace; or the
     name of a model, for all of it. Pinned ones stay, unless --pinned. What slots hold stays too.
     """
-    deleted = _delete(store, all_named(store, names), is_sure=yes, with_pinned=pinned)
-    _tell_deleted(deleted, as_json=as_json)
+    deleted = _delete(store, all_named(store, names), with_pinned=pinned)
+    _tell_deleted(deleted)
     if deleted.n_pinned or deleted.n_in_use:
         sys.exit(Exit.FAILED)
 
@@ -225,9 +224,7 @@ def purge(
     unused_for: int,
     everything: bool,
     dry_run: bool,
-    yes: bool,
     pinned: bool,
-    as_json: bool,
 ) -> None:
     """Delete checkpoints by namespace or age.
 
@@ -244,19 +241,19 @@ def purge(
     unused_since = time.time() - unused_for
     chosen = all_named(store, [namespace]) if namespace else store.checkpoints()
     chosen = [checkpoint for checkpoint in chosen if checkpoint.last_used_at <= unused_since]
-    deleted = _delete(store, chosen, is_sure=yes, with_pinned=pinned, is_dry_run=dry_run)
-    _tell_deleted(deleted, as_json=as_json)
+    deleted = _delete(store, chosen, with_pinned=pinned, is_dry_run=dry_run)
+    _tell_deleted(deleted)
 
 
 def _delete(
-    store: Store, chosen: Checkpoints, *, is_sure: bool, with_pinned: bool, is_dry_run: bool = False
+    store: Store, chosen: Checkpoints, *, with_pinned: bool, is_dry_run: bool = False
 ) -> Deleted:
-    """Delete checkpoints, pinned ones only if *with_pinned*; ask first unless *is_sure*."""
+    """Delete checkpoints, pinned ones only if *with_pinned*; ask first if there are several."""
     going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
     if is_dry_run:
         n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
         return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
-    if len(going) > 1 and not is_sure:
+    if len(going) > 1:
         n_pinned = len(chosen) - len(going)
         stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
         agree(f"Delete {_sum(going)}{stay}?")
@@ -269,14 +266,14 @@ def _delete(
     )
 
 
-def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
+def _tell_deleted(deleted: Deleted) -> None:
     verb = "would delete" if deleted.is_dry_run else "deleted"
     words = [f"{verb} {checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
         words.append(f"pinned ones stay: {deleted.n_pinned} (--pinned deletes them too)")
     if deleted.n_in_use:
         words.append(f"in use, try again: {deleted.n_in_use}")
-    answer(deleted, "; ".join(words), as_json=as_json)
+    answer(deleted, "; ".join(words))
 
 
 # `llama-prefix-cache check`: compares the index with the files, and repairs it.
@@ -285,7 +282,7 @@ def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
 @click.command()
 @click.option("--fix", is_flag=True, help="Remove what is broken, and make anew what can be.")
 @with_directory
-def check(settings: Settings, fix: bool, as_json: bool) -> None:
+def check(settings: Settings, fix: bool) -> None:
     """Hold every state against the index.
 
     \b
@@ -318,7 +315,7 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
     total = Text(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
     of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
     content = {**of_all, "problems": problems, "is_mended": is_mended}
-    answer(content, Group(table_of(rows), total) if rows else total, as_json=as_json)
+    answer(content, Group(table_of(rows), total) if rows else total)
     if problems and not is_mended:
         sys.exit(Exit.FAILED)
 
@@ -331,7 +328,7 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
 @click.option("--to", "-o", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
 @yes_option
 @with_directory
-def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool) -> None:
+def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     """Write checkpoints into one file.
 
     \b
@@ -352,14 +349,14 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
         with progress("exporting", n_bytes) as update:
             export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}", as_json=as_json)
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}")
 
 
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
 @partial(with_directory, unset="made")
-def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) -> None:
+def import_(settings: Settings, file: Path, other_model: bool) -> None:
     """Take over the checkpoints of an exported file.
 
     \b
@@ -400,4 +397,4 @@ def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) ->
         "n_already_there": imported.n_already_there,
         "is_new_model": imported.is_new_model,
     }
-    answer(content, "\n".join(lines), as_json=as_json)
+    answer(content, "\n".join(lines))

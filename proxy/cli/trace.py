@@ -9,8 +9,8 @@ from typing import Any
 import click
 import msgspec
 
-from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy, yes_option
-from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of
+from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy
+from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of, yes_option
 from proxy.explain import trace as traces
 from proxy.explain.trace import TracedRequest
 
@@ -26,7 +26,7 @@ def trace() -> None:
 @click.argument("file", type=FILE, callback=agree_to_write)
 @yes_option
 @with_proxy
-def export(proxy: RunningProxy, file: Path, as_json: bool) -> None:
+def export(proxy: RunningProxy, file: Path) -> None:
     """Write the last requests into FILE, without any text.
 
     \b
@@ -43,15 +43,15 @@ def export(proxy: RunningProxy, file: Path, as_json: bool) -> None:
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
     with told_plainly():
         file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
-    tell(traces.trace_in_words(_read(file)), as_json=as_json)
+    tell(traces.trace_in_words(_read(file)))
 
 
 @trace.command("show")
 @_file
 @json_option
-def show(file: Path, as_json: bool) -> None:
+def show(file: Path) -> None:
     """Say what FILE tells, before it is given away; it is refused if anything else is in it."""
-    tell(traces.trace_in_words(_read(file)), as_json=as_json)
+    tell(traces.trace_in_words(_read(file)))
 
 
 def _read(file: Path) -> list[TracedRequest]:
@@ -63,9 +63,9 @@ def _read(file: Path) -> list[TracedRequest]:
     return read or fail(f"there is no request in {file}")
 
 
-def tell(facts: Mapping[str, object], *, as_json: bool) -> None:
+def tell(facts: Mapping[str, object]) -> None:
     """Print facts, a line for each."""
-    answer(facts, table_of((name, str(fact)) for name, fact in facts.items()), as_json=as_json)
+    answer(facts, table_of((name, str(fact)) for name, fact in facts.items()))
 
 
 @trace.command("replay")
@@ -75,7 +75,7 @@ def tell(facts: Mapping[str, object], *, as_json: bool) -> None:
 @click.option("--model", default="", help="Where there are several models.")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @json_option
-def replay(file: Path, url: str, speed: float, model: str, api_key: str, as_json: bool) -> None:
+def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None:
     """Send the requests of FILE to URL, and say how much of them was reused.
 
     \b
@@ -87,7 +87,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str, as_json
     Requests are sent at their times, whether or not earlier answers have come.
     """
     server = RunningProxy(url.removeprefix("http://").rstrip("/"), api_key)
-    tell(send_all(_read(file), server, model, speed), as_json=as_json)
+    tell(send_all(_read(file), server, model, speed))
 
 
 _N_AT_ONCE = 64

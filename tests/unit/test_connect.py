@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from proxy.cli.connect import NAMES, _undo, _write, client_of, merged_text, written
+from proxy.cli.connect import NAMES, _undo, _write, client_of, connect, merged_text, written
 from tests.lab.server import REPOSITORY
 
 FACTS = {
@@ -88,7 +88,7 @@ def test_file_that_cannot_be_merged_is_left_alone(
     path = tmp_path / file
     path.write_text(before)
     with pytest.raises(SystemExit):
-        _write(path, content(name), is_sure=True)
+        _write(path, content(name))
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
     assert "by hand" in capsys.readouterr().err
 
@@ -102,15 +102,19 @@ def test_what_was_there_comes_back(
         path.parent.mkdir()
         path.write_text(before)
         path.chmod(0o640)
-    with pytest.raises(SystemExit):  # nobody can be asked here
-        _write(path, content("opencode"), is_sure=False)
+    with (
+        connect.make_context("connect", ["opencode"]),
+        pytest.raises(SystemExit),
+    ):  # nobody can be asked here
+        _write(path, content("opencode"))
     assert not path.exists() or path.read_text() == before
-    _write(path, content("opencode"), is_sure=True)
-    assert "llamacpp/local-model" in path.read_text() and "+++" in capsys.readouterr().err
-    assert path.stat().st_mode & 0o777 == (0o640 if before else 0o600)
-    _write(path, {"model": "another"}, is_sure=True)
-    _undo(path, is_sure=True)
-    assert (path.read_text() if path.exists() else "") == before
-    assert list(path.parent.iterdir()) == ([path] if before else [])
-    with pytest.raises(SystemExit):
-        _undo(path, is_sure=True)
+    with connect.make_context("connect", ["opencode", "--yes"]):
+        _write(path, content("opencode"))
+        assert "llamacpp/local-model" in path.read_text() and "+++" in capsys.readouterr().err
+        assert path.stat().st_mode & 0o777 == (0o640 if before else 0o600)
+        _write(path, {"model": "another"})
+        _undo(path)
+        assert (path.read_text() if path.exists() else "") == before
+        assert list(path.parent.iterdir()) == ([path] if before else [])
+        with pytest.raises(SystemExit):
+            _undo(path)
