@@ -147,7 +147,7 @@ def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
 
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
-    shared.metrics.gauges.read = partial(set_gauges, shared, pool)
+    shared.metrics.set_gauges = partial(set_gauges, shared, pool)
     if shared.opened_store is not None:
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)

@@ -15,8 +15,6 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.metrics import MetricWrapperBase
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
@@ -84,25 +82,13 @@ _gauge = partial(MetricFamily[Gauge], Gauge)
 _histogram = partial(MetricFamily[Histogram], Histogram, buckets=SECONDS)
 
 
-class _Gauges(Collector):
-    """Has the gauges set before they are collected."""
-
-    def __init__(self) -> None:
-        self.read: Callable[[], None] = lambda: None
-
-    def collect(self) -> Iterable[Metric]:
-        self.read()
-        return ()
-
-
 class Metrics:
     """The metrics of one proxy, in a registry of their own; docs/metrics.md is made from them."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self.gauges = _Gauges()
-        self.registry.register(self.gauges)  # the first to be collected
+        self.set_gauges: Callable[[], None] = lambda: None
         self.families = [f for f in vars(Metrics).values() if isinstance(f, MetricFamily)]
         for family in self.families:
             vars(self)[family.attribute] = family.make(self.registry)
@@ -112,6 +98,7 @@ class Metrics:
         return self.registry.get_sample_value(f"{PREFIX}_{counter}_total", labels) or 0.0
 
     def exposition(self) -> bytes:
+        self.set_gauges()
         return generate_latest(self.registry)
 
     requests = _counter(outcome=Outcome)

@@ -205,28 +205,23 @@ yes_option = _switch("--yes", "-y", help="Do not ask.")
 # Signals: the first one stops the command in order, each further one cuts a step short.
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+def told_to_stop() -> asyncio.Event:
+    """Return an event that SIGINT, SIGTERM or SIGHUP sets.
 
-
-class Stopping:
-    """Tells when to stop; owns the handlers of SIGINT, SIGTERM and SIGHUP.
-
-    Each further signal cancels the task that made this object: the current wait is cut short, and the next
-    step of the shutdown begins.
+    Each further signal cancels the task that called this: the current wait is cut short, and the next step
+    of the shutdown begins.
     """
+    told, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
 
-    def __init__(self) -> None:
-        self.told = asyncio.Event()
-        self._task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._tell)
-
-    def _tell(self) -> None:
-        if not self.told.is_set():
-            self.told.set()
-        elif self._task is not None:
+    def tell() -> None:
+        if not told.is_set():
+            told.set()
+        elif task is not None:
             get_logger("main").warning("told again: not waiting any longer")
-            self._task.cancel()
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, tell)
+    return told

@@ -12,7 +12,15 @@ import uvloop
 
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
-from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
+from proxy.cli.common import (
+    Exit,
+    answer,
+    fail,
+    progress,
+    setting_options,
+    settings_of,
+    told_to_stop,
+)
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
@@ -75,8 +83,7 @@ async def _serve_until_told(
 ) -> None:
     """Run the proxy until a signal stops it; raises LlamaServerDied, and as run_proxy does."""
     configure_logging(settings.log_level, settings.log_format)
-    stopping = Stopping()
-    log = get_logger("main")
+    is_told, log = told_to_stop(), get_logger("main")
     running: asyncio.Task[None] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
@@ -85,13 +92,13 @@ async def _serve_until_told(
             where = f"serving {settings.upstream}" if supervisor is None else ""
             says = where and f"{where}: {_listeners(settings)}"
             log.info("serving", **of, says=says)
-            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
+            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
             if supervisor is not None:
                 supervisor.is_ready = proxy.pool.are_met
                 running = asyncio.ensure_future(supervisor.run())
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.told.is_set():
+            if is_told.is_set():
                 n_requests = len(proxy.shared.journal.in_flight)
                 first = f"finishing requests ({n_requests}), then " if n_requests else ""
                 at_most = f"at most {settings.drain_seconds:g} s" + " each" * bool(n_requests)

@@ -5,7 +5,6 @@ Owns: the names. The table in docs/misses.md is made from this module.
 
 from collections.abc import Collection
 from enum import StrEnum
-from typing import NamedTuple
 
 from proxy.docstrings import docstrings_of_fields
 
@@ -37,21 +36,21 @@ class Cause(StrEnum):
 
     Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
 
-    drop_billing_header (it is one of the safe ones) takes the line out.
+    `drop_billing_header` (it is one of the safe ones) takes the line out.
     """
     DATE = "date"
     """A date or a time of day in the prompt has changed.
 
     Take the time out of the system prompt and put it into the newest message.
 
-    sticky_date lets a conversation keep the time that it began with; a new one has the new time.
+    `sticky_date` lets a conversation keep the time that it began with; a new one has the new time.
     """
     SESSION = "session id"
     """An id, a temporary path or an address that names the session has changed.
 
     Have the client name its session behind what sessions share, or not at all.
 
-    sticky_session leaves it out there and tells it in the newest message, from the third session on.
+    `sticky_session` leaves it out there and tells it in the newest message, from the third session on.
     """
     ENVIRONMENT = "environment block"
     """The block that describes the environment (folder, platform, git status) has changed.
@@ -63,21 +62,21 @@ class Cause(StrEnum):
 
     Have the client sort its tools.
 
-    keep_tool_order (it is one of the safe ones) keeps a conversation's first order.
+    `keep_tool_order` (it is one of the safe ones) keeps a conversation's first order.
     """
     TOOL_TEXT = "tool text changed"
     """A tool's description or parameters have changed.
 
     Keep what changes out of tool descriptions.
 
-    sticky_tool_text lets a conversation keep the descriptions that it began with.
+    `sticky_tool_text` lets a conversation keep the descriptions that it began with.
     """
     TOOL_LIST = "tools added or removed"
     """Tools were added or removed.
 
     Load all tools from the beginning.
 
-    keep_tool_order (it is one of the safe ones) puts later tools behind those known.
+    `keep_tool_order` (it is one of the safe ones) puts later tools behind those known.
     """
     SYSTEM_TEXT = "system text changed"
     """A few words of the system prompt have changed; what follows them is as it was.
@@ -94,14 +93,14 @@ class Cause(StrEnum):
 
     None if the client cannot leave its reminders where they are.
 
-    sticky_reminders leaves them where they first were.
+    `sticky_reminders` leaves them where they first were.
     """
     REASONING = "reasoning dropped"
     """The reasoning of an earlier answer is no longer in the prompt.
 
     Have the client send `reasoning_content` back.
 
-    inline_reasoning puts the reasoning back into the answers.
+    `inline_reasoning` puts the reasoning back into the answers.
     """
     EDITED_MESSAGE = "edited message"
     """An earlier message was edited, inserted or left out.
@@ -194,6 +193,39 @@ class Cause(StrEnum):
         """Whether tokens were evaluated that could have been reused."""
         return self not in (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP)
 
+    @property
+    def says(self) -> str:
+        """The meaning in words."""
+        return _WORDS[self.name][0]
+
+    @property
+    def stabilizer(self) -> str:
+        """The name of the stabilizer that helps; empty if none does."""
+        return "".join(_WORDS[self.name][2:]).partition(" ")[0].strip("`")
+
+    @property
+    def cure(self) -> str:
+        """The cure if nothing is known of the request and the configuration."""
+        _, advice, *helps = _WORDS[self.name]
+        helper = f' Or add a stabilizer, --stabilizers "safe, {self.stabilizer}": '
+        return helper.join([advice, *helps])
+
+    def cure_for(
+        self, part: "PromptPart", switched_on: Collection[str], *, is_same_conversation: bool
+    ) -> str:
+        """Return the cure for a request that differs in this *part* from the request compared with it."""
+        advice, name = _WORDS[self.name][1], self.stabilizer
+        if not name:
+            return advice
+        if name not in _EVERYWHERE and not is_same_conversation:
+            return f"{advice} {_NONE_HELPS} this is the beginning of another conversation."
+        if name == "sticky_date" and part not in _IN_FRONT:
+            return f"{advice} {_NONE_HELPS} `{name}` looks at the beginning only."
+        if name in switched_on:
+            why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
+            return f"{advice} {why}"
+        return f"{self.cure} That helps from the next conversation on, not this one."
+
 
 class PromptPart(StrEnum):
     """Where in a prompt something lies."""
@@ -207,47 +239,8 @@ class PromptPart(StrEnum):
     TEXT = "text"
 
 
-class Meaning(NamedTuple):
-    """The meaning of a cause, advice, and the name of a stabilizer that helps, with how it helps."""
-
-    says: str
-    advice: str
-    stabilizer: str = ""
-    helps: str = ""
-
-    @property
-    def cure(self) -> str:
-        """The cure if nothing is known of the request and the configuration."""
-        name = self.stabilizer
-        helper = f' Or add a stabilizer, --stabilizers "safe, {name}": `{name}` {self.helps}'
-        return self.advice + helper * bool(self.stabilizer)
-
-    def cure_for(
-        self, part: PromptPart, switched_on: Collection[str], *, is_same_conversation: bool
-    ) -> str:
-        """Return the cure for a request that differs in this *part* from the request compared with it."""
-        name, is_held = self.stabilizer, self.stabilizer not in _EVERYWHERE
-        if not name:
-            return self.advice
-        if is_held and not is_same_conversation:
-            return f"{self.advice} {_NONE_HELPS} this is the beginning of another conversation."
-        if name == "sticky_date" and part not in _IN_FRONT:
-            return f"{self.advice} {_NONE_HELPS} `{name}` looks at the beginning only."
-        if name in switched_on:
-            why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
-            return f"{self.advice} {why}"
-        return f"{self.cure} That helps from the next conversation on, not this one."
-
-
+_WORDS = docstrings_of_fields(Cause)
 _NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
 _EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""
-
-
-def _meaning(says: str, advice: str, helper: str = "") -> Meaning:
-    stabilizer, _, helps = helper.partition(" ")
-    return Meaning(says, advice, stabilizer, helps)
-
-
-MEANINGS = {Cause[name]: _meaning(*words) for name, words in docstrings_of_fields(Cause).items()}

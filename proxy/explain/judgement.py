@@ -92,8 +92,9 @@ def _n_known(served: "Account", past: Past) -> int:
 
 def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
     """Return why slots and files have only *n_there* tokens of a known prompt."""
-    if past.loss.cause is not None and past.loss.n_tokens > n_there + SLACK_TOKENS:
-        return past.loss.cause
+    cause, n_lost = past.loss
+    if cause is not None and n_lost > n_there + SLACK_TOKENS:
+        return cause
     if past.is_of_other_process:
         return Cause.RESTART
     return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE

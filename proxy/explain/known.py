@@ -90,12 +90,6 @@ class Match:
         is_exact = self.n_common == len(self.known.tokens)
         return is_exact or (self.is_same_conversation and self.is_whole)
 
-    @property
-    def loss(self) -> Loss:
-        """The loss of the state of the common tokens."""
-        cause, n_tokens = self.known.loss
-        return Loss(cause, min(n_tokens, self.n_common))
-
 
 class KnownPrompts:
     """Keeps prompts, and forgets the oldest of them first."""

@@ -25,7 +25,7 @@ from proxy.core.model import Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
-from proxy.explain.causes import MEANINGS, Cause, PromptPart
+from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
 from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
 from proxy.explain.known import (
@@ -91,13 +91,6 @@ def sums_at(today: views.Today, now: float) -> views.Today:
     return today if today.since >= midnight else views.Today(since=midnight)
 
 
-class _Ended(NamedTuple):
-    """A request that has ended, and why it reused no more."""
-
-    request: views.RequestRecord
-    judgement: Judgement
-
-
 class Journal:
     """Remembers requests that have ended, and the newest prompts as far as *keep* allows.
 
@@ -106,8 +99,8 @@ class Journal:
     """
 
     def __init__(self, keep: Keep = Keep.TEXT, switched_on: Collection[str] = ()) -> None:
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
-        self._misses: deque[_Ended] = deque(maxlen=MAX_MISSES)
+        self._ended: OrderedDict[str, views.Explanation] = OrderedDict()
+        self._misses: deque[views.Explanation] = deque(maxlen=MAX_MISSES)
         self.keep = keep
         self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
@@ -125,7 +118,16 @@ class Journal:
 
         Misses are kept longer than other requests.
         """
-        self._ended[record.id] = _Ended(record, judgement)
+        is_same = judgement.is_same_conversation
+        self._ended[record.id] = views.Explanation(
+            request=record,
+            says=record.cause.says,
+            cure=record.cause.cure_for(
+                record.part, self._switched_on, is_same_conversation=is_same
+            ),
+            nearest=judgement.nearest,
+            divergence=judgement.divergence,
+        )
         self.n_recorded += 1
         self.today()
         if record.kind is not Kind.AHEAD and record.client != views.OWN_CLIENT:
@@ -193,7 +195,7 @@ class Journal:
         """Return the last requests, the newest first; of one conversation or client only, if given."""
         found = (
             record
-            for record, _ in self._newest()
+            for record in (each.request for each in self._newest())
             if not (only_misses and not record.cause.is_miss)
             and conversation in ("", record.conversation)
             and client in ("", record.client)
@@ -204,23 +206,12 @@ class Journal:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             # A command's own requests are meant only if there are no others.
-            found = min(self._newest(), key=lambda e: e[0].client == views.OWN_CLIENT, default=None)
-        elif request_id == MISS:
-            found = next((each for each in self._newest() if each.request.cause.is_miss), None)
-        else:
-            misses = (each for each in self._misses if each.request.id == request_id)
-            found = self._ended.get(request_id) or next(misses, None)
-        if found is None:
-            return None
-        (record, judgement), meaning = found, MEANINGS[found.request.cause]
-        is_same = judgement.is_same_conversation
-        return views.Explanation(
-            request=record,
-            says=meaning.says,
-            cure=meaning.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
-            nearest=judgement.nearest,
-            divergence=judgement.divergence,
-        )
+            ended, own = self._newest(), views.OWN_CLIENT
+            return min(ended, key=lambda each: each.request.client == own, default=None)
+        if request_id == MISS:
+            return next((each for each in self._newest() if each.request.cause.is_miss), None)
+        misses = (each for each in self._misses if each.request.id == request_id)
+        return self._ended.get(request_id) or next(misses, None)
 
     def with_costs(self, found: views.Explanation) -> views.Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
@@ -249,16 +240,12 @@ class Journal:
             f"{MAX_REQUESTS:,}, or the proxy was restarted since"
         )
 
-    def _newest(self) -> Iterator[_Ended]:
+    def _newest(self) -> Iterator[views.Explanation]:
         return chain(reversed(self._ended.values()), reversed(self._misses))
 
 
-class _Found(NamedTuple):
-    """The findings about a request: the judgement, its prompt to be kept, and two known prompts."""
-
-    judgement: Judgement
-    new: KnownPrompt
-    matches: tuple[Match | None, Match | None]
+_Found = tuple[Judgement, KnownPrompt, tuple[Match | None, Match | None]]
+"""The judgement on a request, its prompt to be kept, and two known prompts: the nearest, the compared."""
 
 
 @dataclass
@@ -272,7 +259,7 @@ class Inquiry:
     _process: "Process"
     _prompt: Prompt
     _body: GenerationBody
-    _found: "tuple[tuple[object, ...], _Found] | None" = None
+    _found: tuple[object, _Found] | None = None
 
     def __post_init__(self) -> None:
         self._journal, self._planned_at = self._process.journal, time.monotonic()
@@ -282,30 +269,30 @@ class Inquiry:
         """Return the judgement on a request of which only the plan is known."""
         if account.n_reused is None:
             account = replace(account, n_reused=account.plan.start.n_reused)
-        return self._find(account, request_id).judgement
+        return self._find(account, request_id)[0]
 
     def judge(self, account: "Account", request_id: str) -> Judgement:
         """Return why no more was reused, once the reuse is known, and add the prompt to the known ones."""
         if account.n_reused is None:
             return NOT_JUDGED
-        known, (judgement, new, matches) = (self._journal.prompts, self._find(account, request_id))
+        judgement, new, matches = self._find(account, request_id)
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
             if self._journal.keep is not Keep.TEXT:
                 new.rendering.reduce()
-            known.add(new, matches)
+            self._journal.prompts.add(new, matches)
         nearest = self._nearest(matches[1], account.plan.n_shared)
         # A stored state has no text: where the prompt leaves another prompt says nothing of it.
         where = judgement.divergence if nearest and nearest.id else None
         return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)
 
-    def _find(self, account: "Account", request_id: str) -> "_Found":
+    def _find(self, account: "Account", request_id: str) -> _Found:
         """Return the findings; they are computed again only if the outcome differs from the plan."""
         facts = account.plan, account.n_reused, account.failure
         if self._found is None or self._found[0] != facts:
             self._found = facts, self._look(account, request_id)
         return self._found[1]
 
-    def _look(self, account: "Account", request_id: str) -> "_Found":
+    def _look(self, account: "Account", request_id: str) -> _Found:
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep is Keep.TEXT
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
@@ -315,10 +302,9 @@ class Inquiry:
         is_plain = account.failure is None and not account.n_restored
         if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
             if (last := known.continued(new, n_reused)) is not None:
-                return _Found(Judgement(Cause.HIT), new, (last, last))
+                return Judgement(Cause.HIT), new, (last, last)
         nearest, compared = known.matches(new, self._known, self._planned_at)
-        judgement = self._compare(new, nearest, compared, account)
-        return _Found(judgement, new, (nearest, compared))
+        return self._compare(new, nearest, compared, account), new, (nearest, compared)
 
     def _compare(
         self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: "Account"
@@ -328,7 +314,7 @@ class Inquiry:
         past, change = Past(0, n_like), None
         if nearest is not None:
             is_of_other = nearest.known.slot[0] != self._process.id
-            past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
+            past = Past(nearest.n_common, n_like, is_of_other, nearest.known.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = _change(new, compared)
             is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
@@ -554,15 +540,12 @@ def _from_shared_store(request: "Request") -> str | None:
 def _line(record: views.RequestRecord) -> dict[str, object]:
     """Return the fields of the log line: whatever is known, as plain values."""
     # No text of a prompt is in the log.
-    told = msgspec.structs.asdict(record) | {"at": None, "n_missed": record.n_missed or None}
-    told |= {"title": None, "client": record.client or None, "model": record.model or None}
-    told["kind"] = record.kind.value or None
-    told["cause"] = None if record.cause is Cause.NOT_LOOKED_UP else record.cause.value
-    told["part"] = None if record.part is PromptPart.NOWHERE else record.part.value
+    unsaid = {"at": record.at, "title": record.title, "n_missed": 0}
+    unsaid |= {"cause": Cause.NOT_LOOKED_UP, "part": PromptPart.NOWHERE}
     return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in told.items()
-        if value is not None or name in ("confirmed", "evaluated")
+        name: value
+        for name, value in msgspec.to_builtins(record).items()
+        if value not in (None, "", unsaid.get(name)) or name in ("confirmed", "evaluated")
     }
 
 

@@ -111,15 +111,13 @@ class Outline:
         n_header = newest.header if is_session or node.level == "header" else 0
         begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
         namespace, rates = newest.namespace, rates_by.get(newest.namespace)
-        is_measured = rates is not None and rates.is_measured
+        evaluation = rates.evaluation_seconds(begin, end) if rates and rates.is_measured else None
         return msgspec.structs.replace(
             node,
             title=newest.title.words if is_session else "",
             client=newest.title.client if n_header or is_session else "",
             n_tokens=end,
-            seconds=round(rates.evaluation_seconds(begin, end), 3)
-            if rates and is_measured
-            else None,
+            seconds=None if evaluation is None else round(evaluation, 3),
             is_served=namespace in rates_by if rates_by and node.id else None,
             model=names.get(namespace) if node.id else None,
         )

@@ -242,6 +242,7 @@ class Rig:
         await until(lambda: self.process and self.process.queue.n_waiting == n_requests)
 
     def sample(self, name: str, **labels: str) -> float:
+        self.running.metrics.set_gauges()
         value = self.running.metrics.registry.get_sample_value
         return value(f"llama_prefix_cache_{name}", labels) or 0.0
 

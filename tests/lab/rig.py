@@ -134,6 +134,7 @@ class Rig(Generic[S]):
 
     def sample(self, name: str, **labels: str) -> float:
         """Return a metric's value, 0 while it has none."""
+        self.running.metrics.set_gauges()
         value = self.running.metrics.registry.get_sample_value
         return value(f"llama_prefix_cache_{name}", labels) or 0.0
 

@@ -266,7 +266,8 @@ def test_ls_fits_80_columns() -> None:
     printed = StringIO()
     with redirect_stdout(printed):
         assert ls.callback is not None
-        unwrap(ls.callback)(Listing(), None, False, False)
+        with ls.make_context("ls", []):
+            unwrap(ls.callback)(Listing(), None, False)
     lines = printed.getvalue().splitlines()
     assert len(lines) == 1 + 1 + 2 + 4 + 4  # sum, model, headers, sessions, states: none is folded
     assert max(map(len, map(str.rstrip, lines))) <= 80
