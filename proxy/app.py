@@ -43,9 +43,9 @@ from proxy.stabilize.model import parse_switches
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
-from proxy.web.admin import Admin, only_operators, only_own_pages
+from proxy.web.admin import Admin, only_operators
 from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Connection, Front
-from proxy.web.page import LivePage, Looks
+from proxy.web.page import LivePage
 from proxy.web.writer import Unread
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     if shared.opened_store is not None:
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)
-    aliases, looks = parse_aliases(settings.aliases), Looks(shared, pool)
-    page = LivePage(looks)
+    aliases, page = parse_aliases(settings.aliases), LivePage(shared, pool)
     own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
@@ -160,12 +159,11 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
-    own_pages = only_own_pages(own_host, asks_for_token=token is not None)
-    middlewares = [own_pages, only_operators(token, open_paths)]
-    operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+    guard = only_operators(token, open_paths, own_host)
+    operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
-    operators.cleanup_ctx.append(looks.history_kept)
+    operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = settings.max_requests, shared.secret
     front = Front(pool, shared.report, unread, limit, aliases, secret)

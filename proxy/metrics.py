@@ -93,10 +93,6 @@ class Metrics:
         for family in self.families:
             vars(self)[family.attribute] = family.make(self.registry)
 
-    def total(self, counter: str, **labels: str) -> float:
-        """Return what a counter has come to."""
-        return self.registry.get_sample_value(f"{PREFIX}_{counter}_total", labels) or 0.0
-
     def exposition(self) -> bytes:
         self.set_gauges()
         return generate_latest(self.registry)

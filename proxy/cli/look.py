@@ -38,7 +38,6 @@ from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
@@ -158,8 +157,10 @@ def explanation_text(explanation: Explanation) -> Text:
         lines.append(Text.assemble(("cure: ", "bold"), explanation.cure))
     if explanation.nearest is not None:
         lines.append(Text(f"nearest: {_nearest(explanation.nearest)} in common", style="dim"))
-    if explanation.divergence and (explanation.divergence.known or explanation.divergence.now):
-        lines += [Text(), *_difference(explanation.divergence)]
+    if (differs := explanation.divergence) and (differs.known or differs.now):
+        before, known, now = map(_visible, (differs.before, differs.known, differs.now))
+        lines += [Text(), Text("  ..." + before, style="dim")]
+        lines += [Text(f"- {known}", style="red"), Text(f"+ {now}", style="green")]
     if explanation.costs:
         lines += [Text(), *_costs(explanation.costs)]
     return Text("\n").join(lines)
@@ -170,12 +171,6 @@ def _nearest(nearest: Nearest) -> str:
         return f"a kept state, {nearest.n_common:,} tokens"
     age, n_tokens = f"{nearest.age_seconds or 0:,.0f} s before", nearest.n_tokens or 0
     return f"request {nearest.id}, {age}, {nearest.n_common:,} of its {n_tokens:,} tokens"
-
-
-def _difference(divergence: Divergence) -> Iterator[Text]:
-    yield Text("  ..." + _visible(divergence.before), style="dim")
-    yield Text(f"- {_visible(divergence.known)}", style="red")
-    yield Text(f"+ {_visible(divergence.now)}", style="green")
 
 
 _N_LARGEST = 12
@@ -244,14 +239,12 @@ def config_(config: Path | None, **flags: Any) -> None:
     """
     settings = settings_of(flags, config, "any")
     sources = read_sources(flags, os.environ, config)
+    origins = {name: source for source, values in sources.items() for name in values}
     rows = []
     for name in NAMES:
         value = written(name, getattr(settings, name))
-        origin = next(
-            (source for source in reversed(sources) if name in sources[source]), "default"
-        )
-        hidden = name.endswith("_key") and value != "null"
-        rows.append((name, "(not shown)" if hidden else value, origin))
+        is_hidden = name.endswith("_key") and value != "null"
+        rows.append((name, "(not shown)" if is_hidden else value, origins.get(name, "default")))
     content = {name: {"value": value, "from": origin} for name, value, origin in rows}
     answer(content, table_of(rows))
 

@@ -7,7 +7,8 @@ module judges nothing.
 """
 
 import os
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -73,11 +74,8 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
 
 async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[str, Any] | None:
     """Return the /health of the proxy at the admin address, None if no proxy answers there."""
-    url, limit = (
-        f"http://{reachable(settings.admin)}/health",
-        aiohttp.ClientTimeout(_HEALTH_SECONDS),
-    )
-    token = token_to_show(settings)
+    url, token = f"http://{reachable(settings.admin)}/health", token_to_show(settings)
+    limit = aiohttp.ClientTimeout(_HEALTH_SECONDS)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         async with session.get(url, timeout=limit, headers=headers) as reply:
@@ -156,9 +154,12 @@ async def _examine_server(
             if server.process:
                 await _note_slots(facts, probed, server.process)
             if server.process and server.process.can_cache:
-                await _measure_rule(facts, server.process)
+                with _noting(facts, "what a restored state is good for could not be measured"):
+                    await _measure_rule(facts, server.process)
                 _note_states(facts, probed, server.process, stored)
-                await _try_ram_cache(facts, probed)
+                with _noting(facts, "slot behaviour could not be examined"):
+                    n_vocab = (await probed.model_meta()).n_vocab
+                    facts.has_ram_cache = await has_ram_cache(probed, n_vocab)
             facts.degradations = tuple(server.services.degradations.active)
     except (StoreFault, OSError) as fault:
         facts.failures.append(f"no scratch store could be opened: {in_words(fault)}")
@@ -184,14 +185,19 @@ async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Pr
 
 
 async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
-    """Run the self-test; the proxy itself runs it only if requests contradict the rule."""
+    """Run the self-test, as the proxy does only if requests contradict the rule; raises CacheFault."""
     slot_id = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
+    await self_test.measure(process, slot_id)
+    facts.rule = process.rule
+
+
+@contextmanager
+def _noting(facts: LlamaServerFacts, failure: str) -> Iterator[None]:
+    """Note a fault in the block as a failure of the examination, which goes on."""
     try:
-        await self_test.measure(process, slot_id)
+        yield
     except CacheFault as fault:
-        facts.failures.append(f"what a restored state is good for could not be measured: {fault}")
-    else:
-        facts.rule = process.rule
+        facts.failures.append(f"{failure}: {fault}")
 
 
 def _note_states(
@@ -213,10 +219,3 @@ def _note_states(
     checkpoints, known = stored
     sizes = [c.size_bytes for c in checkpoints if is_same_model(owner, known.get(c.namespace))]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)
-
-
-async def _try_ram_cache(facts: LlamaServerFacts, probed: ProbedServer) -> None:
-    try:
-        facts.has_ram_cache = await has_ram_cache(probed, (await probed.model_meta()).n_vocab)
-    except UpstreamFault as fault:
-        facts.failures.append(f"slot behaviour could not be examined: {fault}")

@@ -54,11 +54,6 @@ class ProbeFiles(StateFiles):
         self.issued.append(super().new_temporary_name())
         return self.issued[-1]
 
-    def remove_all(self) -> None:
-        for name in self.issued:
-            with suppress(OSError):
-                self.remove(name)
-
 
 class ProbedServer(LlamaServer):
     """llama-server for probes: a slot that holds work is shown as busy, and is not touched.
@@ -160,7 +155,9 @@ class ProbedServer(LlamaServer):
                 if not any(status.is_processing or status.n_held for status in used):
                     break
                 await asyncio.sleep(_LET_GO_SECONDS)
-        self.files.remove_all()
+        for name in self.files.issued:
+            with suppress(OSError):
+                self.files.remove(name)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-On loopback the listener asks for a token only if one is set. Without a token `only_own_pages` keeps other
+On loopback the listener asks for a token only if one is set. Without a token `only_operators` keeps other
 sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebinding), and its page may then
 read the answers. Only the name in Host shows that. Nobody else can own a name without a dot, or one under
 the domains below. Browsers send an Origin with every request from another site's page, and with every
@@ -80,25 +80,28 @@ def is_own_name(host: str, own_host: str = "") -> bool:
     return True
 
 
-def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
-    """Return a middleware that refuses requests under foreign names, and from other sites' pages.
+def only_operators(token: str | None, open_paths: Collection[str], own_host: str) -> Middleware:
+    """Return the middleware of the admin listener; refusals and faults are answered as JSON.
 
-    If the listener *asks_for_token*, any name is allowed: another site's page has no token.
+    It refuses other sites' pages, and then 1. if there is no *token*: requests under foreign names; 2. if
+    there is one: requests without it, except those to *open_paths*, under any name.
     """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in _FOR_PROGRAMS:
-            return await handler(request)
-        if not asks_for_token and not is_own_name(request.host, own_host):
-            raise _refused(
-                web.HTTPForbidden,
-                f"ask by an address, not by {request.host!r}, or set admin_token_file: other sites' "
-                "pages could otherwise read this under a name of theirs",
-            )
-        origin = request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
-            raise _refused(web.HTTPForbidden, "not for pages of other sites")
+        if request.path not in _FOR_PROGRAMS:
+            if token is None and not is_own_name(request.host, own_host):
+                raise _refused(
+                    web.HTTPForbidden,
+                    f"ask by an address, not by {request.host!r}, or set admin_token_file: other sites' "
+                    "pages could otherwise read this under a name of theirs",
+                )
+            origin = request.headers.get("Origin")
+            if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
+                raise _refused(web.HTTPForbidden, "not for pages of other sites")
+        if token is not None and request.path not in open_paths:
+            _require(token, request)
+            request[_IS_OPERATOR] = True
         try:
             return await handler(request)
         except NotWarmed as why:
@@ -113,36 +116,24 @@ def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
     return check
 
 
-def only_operators(token: str | None, open_paths: Collection[str] = ()) -> Middleware:
-    """Return a middleware that refuses requests without the *token*; None refuses none.
-
-    Programs send the token as a Bearer token; people type it as the password in their browser.
-    """
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if token is not None and request.path not in open_paths:
-            if not hmac.compare_digest(_shown_token(request), token.encode()):
-                refusal = _refused(
-                    web.HTTPUnauthorized,
-                    "this listener asks for its token: as a Bearer token, or as the password of any user",
-                )
-                refusal.headers["WWW-Authenticate"] = (
-                    'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
-                )
-                raise refusal
-            request[_IS_OPERATOR] = True
-        return await handler(request)
-
-    return check
-
-
-def _shown_token(request: web.Request) -> bytes:
-    kind, _, shown = request.headers.get("Authorization", "").partition(" ")
-    if kind.lower() == "basic":
+def _require(token: str, request: web.Request) -> None:
+    """Refuse a request without the token: a program's Bearer token, or a person's password."""
+    kind, _, authorization = request.headers.get("Authorization", "").partition(" ")
+    shown = b""
+    if kind.lower() == "bearer":
+        shown = authorization.strip().encode(errors="surrogateescape")
+    elif kind.lower() == "basic":
         with suppress(ValueError):
-            return b64decode(shown).partition(b":")[2]
-    return shown.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
+            shown = b64decode(authorization).partition(b":")[2]
+    if not hmac.compare_digest(shown, token.encode()):
+        refusal = _refused(
+            web.HTTPUnauthorized,
+            "this listener asks for its token: as a Bearer token, or as the password of any user",
+        )
+        refusal.headers["WWW-Authenticate"] = (
+            'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
+        )
+        raise refusal
 
 
 def json_response(content: Any = None, **fields: Any) -> web.Response:

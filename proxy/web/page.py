@@ -53,10 +53,12 @@ KEPT_SECONDS = 300.0
 _HISTORY = "history"
 
 
-class Looks:
-    """Looks at the running proxy."""
+class LivePage:
+    """Serves the page at `/`, its files under `/page/`, and looks at the running proxy."""
 
     def __init__(self, shared: Shared, pool: Pool) -> None:
+        self._stopping = asyncio.Event()
+        self.n_readers = 0
         self._shared = shared
         self._pool = pool
         self._run = secrets.token_hex(4)
@@ -64,10 +66,6 @@ class Looks:
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = 0.0
         self._n_kept = 0
-
-    @property
-    def history(self) -> History:
-        return self._shared.journal.past
 
     async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
         """Load the history of earlier runs, and write it from time to time and at the end."""
@@ -89,7 +87,7 @@ class Looks:
         if n_recorded != self._n_kept:
             self._n_kept = n_recorded
             with suppress(StoreFault):  # if the write fails, counts are lost
-                await self._shared.store.put_value(_HISTORY, self.history)
+                await self._shared.store.put_value(_HISTORY, self._shared.journal.past)
 
     def since(self, position: str) -> dict[str, Any]:
         """Return the present state and the requests since *position*; the last ones if it is not known.
@@ -134,12 +132,10 @@ class Looks:
 
         `n_done` tokens of its prompt are in the slot, null if that is not known.
         """
-        account, slot, n_done = request.account, None, None
-        n_generated = 0
-        if account is not None:
-            slot, n_done = account.plan.slot_id, account.plan.start.n_reused
-        status = self._progress.get((request.server, slot or 0))
-        phase = self._phase(request)
+        plan = request.account.plan if request.account else None
+        n_reused = n_done = plan.start.n_reused if plan else None
+        phase, n_generated = self._phase(request), 0
+        status = self._progress.get((request.server, plan.slot_id if plan else 0))
         if status is not None and status.is_processing and phase in ("evaluates", "answers"):
             if status.n_prompt_tokens_processed is not None:
                 n_cached = status.n_prompt_tokens_cache or 0
@@ -152,9 +148,9 @@ class Looks:
             "path": request.path,
             "server": request.server,
             "phase": phase,
-            "slot": slot,
+            "slot": plan.slot_id if plan else None,
             "n_prompt": request.prompt.n_tokens if request.prompt else None,
-            "n_reused": account.plan.start.n_reused if account else None,
+            "n_reused": n_reused,
             "n_done": n_done,
             "n_generated": n_generated,
         }
@@ -174,15 +170,6 @@ class Looks:
         is_loading = process.slots[request.account.plan.slot_id].content is TAINTED
         return "restores" if is_loading else "evaluates"
 
-
-class LivePage:
-    """Serves the page at `/`, its files under `/page/`, and its changes at `/events`."""
-
-    def __init__(self, looks: Looks) -> None:
-        self._looks = looks
-        self._stopping = asyncio.Event()
-        self.n_readers = 0
-
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/", self.file),
@@ -194,7 +181,7 @@ class LivePage:
 
     async def history(self, request: web.Request) -> web.Response:
         """Return how much was reused in the last two hours, in the last 30 days, and today."""
-        return json_response(self._looks.history)
+        return json_response(self._shared.journal.past)
 
     async def stop(self, _: web.Application) -> None:
         """End all streams: the proxy is about to stop, and would wait for them."""
@@ -209,7 +196,7 @@ class LivePage:
 
     async def overview(self, request: web.Request) -> web.Response:
         """Return one look, with the requests since the position in `since`."""
-        return json_response(self._looks.since(request.query.get("since", "")))
+        return json_response(self.since(request.query.get("since", "")))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
@@ -233,7 +220,7 @@ class LivePage:
         told: dict[str, Any] | None = None
         told_at = time.monotonic()
         while not self._stopping.is_set():
-            look, data = self._looks.since(position), b""
+            look, data = self.since(position), b""
             if told is None or look | {"requests": told["requests"]} != told:
                 told, position = look, look["position"]
                 data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(look))

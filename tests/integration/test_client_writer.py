@@ -68,7 +68,8 @@ class Server:
 
     @property
     def n_stalled(self) -> float:
-        return self.metrics.total("stalled_clients")
+        value = self.metrics.registry.get_sample_value("llama_prefix_cache_stalled_clients_total")
+        return value or 0.0
 
 
 @pytest.fixture(autouse=True)

@@ -80,8 +80,7 @@ async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy
 
 async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
     app = web.Application()
-    looks: Any = TalkativeLooks()
-    app.add_routes(LivePage(looks).routes())
+    app.add_routes(TalkativePage().routes())
     async with TestServer(app) as server, aiohttp.ClientSession(server.make_url("/")) as client:
         async with client.get("/") as reply:
             assert reply.status == 200 and reply.headers["Content-Security-Policy"] == POLICY
@@ -98,10 +97,14 @@ async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
                 assert reply.status == 404
 
 
-class TalkativeLooks:
-    """Looks that are new each time, and larger than any socket's buffer."""
+class TalkativePage(LivePage):
+    """Its looks are new each time, and larger than any socket's buffer."""
 
     n_looks = 0
+
+    def __init__(self) -> None:
+        nothing: Any = None
+        super().__init__(nothing, nothing)
 
     def since(self, position: str) -> dict[str, Any]:
         self.n_looks += 1
@@ -111,17 +114,16 @@ class TalkativeLooks:
 
 async def test_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "PATIENCE_SECONDS", 0.2)
-    looks: Any = TalkativeLooks()
-    events = LivePage(looks)
+    page = TalkativePage()
     app = web.Application()
-    app.add_routes(events.routes())
+    app.add_routes(page.routes())
     async with TestServer(app) as server:
         url = server.make_url("/events")
         reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
         writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
-        await until(lambda: looks.n_looks)
-        assert events.n_readers == 1
-        await until(lambda: not events.n_readers)
+        await until(lambda: page.n_looks)
+        assert page.n_readers == 1
+        await until(lambda: not page.n_readers)
         writer.close()
 
 

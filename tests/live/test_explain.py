@@ -153,7 +153,7 @@ async def of_eviction(rig: Rig) -> str:
     await again(rig, 50)
     for number in range(3):
         await fill_slots(rig, 50 + 10 * number, n_words=600)  # worth more for each byte
-    assert rig.running.metrics.total("evictions", reason="budget")
+    assert rig.sample("evictions_total", reason="budget")
     return await again(rig, 50)
 
 
@@ -278,7 +278,7 @@ async def produce_all(start_rig: StartRig, found: dict[str, str]) -> None:
         assert json.loads(as_json.output)["request"]["cause"] == "billing header"
         assert (await printed(rig, "00000000")).exit_code == 1
         found["restore refused"] = await of_refusal(rig)
-        counted = rig.running.metrics.total("misses", cause="date", part="system")
+        counted = rig.sample("misses_total", cause="date", part="system")
         found["no state so far back"] = await by_tokens(rig, IDS[:700], IDS[:400])
         found["unknown"] = await by_tokens(rig, IDS[100:800], [*IDS[100:500], *IDS[:300]])
         found["cheaper to evaluate"] = await of_slow_disk(rig)

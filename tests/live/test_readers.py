@@ -25,7 +25,7 @@ def long_stream(number: int = 0) -> dict[str, Any]:
 
 
 def n_answered(rig: Rig) -> float:
-    return sum(rig.running.metrics.total("requests", outcome=outcome) for outcome in Outcome)
+    return sum(rig.sample("requests_total", outcome=outcome) for outcome in Outcome)
 
 
 async def answered(rig: Rig, n_requests: int) -> None:
@@ -60,8 +60,8 @@ async def test_answer_without_room_gives_its_slot_up_when_nobody_reads(
     async with start_rig("full", n_slots=1) as rig:
         with RawClient(rig.base_url, "/completion", long_stream()):
             assert (await rig.chat(QUESTION))["choices"]
-            assert rig.running.metrics.total("stalled_clients") == 1
-        assert rig.running.metrics.total("unanswered_requests", reason="client left") == 1
+            assert rig.sample("stalled_clients_total") == 1
+        assert rig.sample("unanswered_requests_total", reason="client left") == 1
 
 
 async def test_stopping_does_not_wait_long_for_who_does_not_read(
@@ -73,6 +73,6 @@ async def test_stopping_does_not_wait_long_for_who_does_not_read(
             await answered(rig, 1)
             async with asyncio.timeout(HANG_SECONDS):
                 await rig.stop_proxy()
-            assert rig.running.metrics.total("stalled_clients") == 1
+            assert rig.sample("stalled_clients_total") == 1
             # llama-server was done with it: that is no request without an answer.
-            assert rig.running.metrics.total("unanswered_requests", reason="client left") == 0
+            assert rig.sample("unanswered_requests_total", reason="client left") == 0
