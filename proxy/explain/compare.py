@@ -86,21 +86,33 @@ class Divergence(msgspec.Struct, frozen=True):
     now: str = ""
 
 
-@dataclass(frozen=True, slots=True)
 class _Pair:
-    """A new and a known prompt, whether they are of the same conversation, and where they differ first.
+    """A new and a known chat prompt, whether they are of one conversation, and where they differ first.
 
-    `differing` is the first message that the client changed, `message` the first one that is rendered
-    differently.
+    Their texts differ at character `at`; None if they are not kept. `differing` is the first message that
+    the client changed, `message` the first one that is rendered differently, `part` where that lies.
     """
 
-    new: Rendering
-    old: Rendering
-    is_same: bool
-    at: int | None
-    differing: int | None
-    part: PromptPart
-    message: int | None
+    def __init__(self, new: Rendering, old: Rendering, at: int | None, *, is_same: bool) -> None:
+        self.new, self.old, self.at, self.is_same = new, old, at, is_same
+        self.differing = first_difference(new.sketch, old.sketch)
+        self.part, self.message = self._place()
+
+    def _place(self) -> tuple[PromptPart, int | None]:
+        if self.new.sketch.tools != self.old.sketch.tools and not self._is_in_system():
+            return PromptPart.TOOLS, None
+        rendered = None if self.at is None else self.new.message_at(self.at)
+        messages = [message for message in (self.differing, rendered) if message is not None]
+        if not messages:
+            return PromptPart.NOWHERE, None
+        return self.new.sketch.part(min(messages)), min(messages)
+
+    def _is_in_system(self) -> bool:
+        """Return whether the system prompt differs first; templates put tools before or behind it."""
+        if self.at is None or self.differing is None:
+            return False
+        begin, end = self.new.span(0)
+        return self.differing < self.new.sketch.n_leading_system and begin <= self.at < end
 
     def is_by(self, is_such: Callable[[str, str, int], bool]) -> bool:
         """Return whether *is_such* holds for the texts; False if they are not kept."""
@@ -113,36 +125,14 @@ def find_change(
     """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if new.sketch.messages:
-        differing = first_difference(new.sketch, old.sketch)
-        part, message = _where(new, old, differing, at)
-        cause = _cause(_Pair(new, old, is_same_conversation, at, differing, part, message))
+        pair = _Pair(new, old, at, is_same=is_same_conversation)
+        cause, part, message = _cause(pair), pair.part, pair.message
     else:
         cause, part, message = _cause_in_bare_text(new, old, at), PromptPart.TEXT, None
     if at is None:
         return cause, Divergence(part, message)
     before, end = new.text[max(0, at - _SHOWN_CHARACTERS) : at], at + _SHOWN_CHARACTERS
     return cause, Divergence(part, message, before, old.text[at:end], new.text[at:end])
-
-
-def _where(
-    new: Rendering, old: Rendering, differing: int | None, at: int | None
-) -> tuple[PromptPart, int | None]:
-    """Return the part and the message of the new prompt where the two prompts differ first."""
-    if new.sketch.tools != old.sketch.tools and not _is_in_system(new, differing, at):
-        return PromptPart.TOOLS, None
-    rendered = None if at is None else new.message_at(at)
-    message = differing
-    if message is None or (rendered is not None and rendered < message):
-        message = rendered
-    return (PromptPart.NOWHERE, None) if message is None else (new.sketch.part(message), message)
-
-
-def _is_in_system(new: Rendering, differing: int | None, at: int | None) -> bool:
-    """Return whether the system prompt differs first; templates put tools before or behind it."""
-    if at is None or differing is None or differing >= new.sketch.n_leading_system:
-        return False
-    begin, end = new.span(0)
-    return begin <= at < end
 
 
 def _cause(pair: _Pair) -> Cause:

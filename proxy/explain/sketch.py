@@ -134,9 +134,9 @@ def share_in_common(new: Sketch, old: Sketch) -> float:
     """Return the estimated share of an older prompt before the first difference; tools come first."""
     if new.tools != old.tools:
         return 0.0
-    n_both = min(len(new.messages), len(old.messages))
     message = first_difference(new, old)
-    n_same = len(old.tools) + (n_both if message is None else message)
+    n_alike = min(len(new.messages), len(old.messages)) if message is None else message
+    n_same = len(old.tools) + n_alike
     return sum(old.sizes[:n_same]) / max(1, sum(old.sizes))
 
 
