@@ -41,7 +41,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
+from proxy.settings import NAMES, Settings, parse_shared_store, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 
@@ -128,9 +128,9 @@ def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
     by = f"  by {request.server}" if request.server else ""
-    # Some of a miss may have been reused; what nobody has sent before is not one.
-    told = {Cause.FIRST_SIGHT: "new"}.get(request.cause, request.outcome)
-    named = "miss" if request.cause.is_miss else told
+    # The cause decides: a miss may have reused something, and a first sight is no miss.
+    named = "new" if request.cause is Cause.FIRST_SIGHT else request.outcome
+    named = "miss" if request.cause.is_miss else named
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]

@@ -89,9 +89,8 @@ async def _serve_until_told(
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
         async with run_proxy(settings, launch=launch) as proxy:
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
-            where = f"serving {settings.upstream}" if supervisor is None else ""
-            says = where and f"{where}: {_listeners(settings)}"
-            log.info("serving", **of, says=says)
+            says = f"serving {settings.upstream}: {_listeners(settings)}"
+            log.info("serving", **of, says="" if supervisor else says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
             if supervisor is not None:
                 supervisor.is_ready = proxy.pool.are_met
