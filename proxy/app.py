@@ -25,7 +25,6 @@ from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Keep
 from proxy.health import Degradations
 from proxy.llama.client import LlamaServer, Target, new_session
-from proxy.llama.routes import parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
@@ -35,6 +34,7 @@ from proxy.settings import (
     admin_token,
     admin_token_file,
     parse_list,
+    parse_pairs,
     parse_shared_store,
     parse_urls,
     split_address,
@@ -151,7 +151,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     if shared.opened_store is not None:
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)
-    aliases, page = parse_aliases(settings.aliases), LivePage(shared, pool)
+    aliases, page = parse_pairs(settings.aliases), LivePage(shared, pool)
     own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:

@@ -81,7 +81,7 @@ class Degradations:
     @property
     def kinds(self) -> frozenset[DegradationKind]:
         """The kinds of the conditions that are active here."""
-        return self._kinds(self.where)
+        return frozenset(kind for where, kind in self._active if where == self.where)
 
     @property
     def active(self) -> list[Degradation]:
@@ -92,8 +92,8 @@ class Degradations:
     @property
     def state(self) -> State:
         """How requests are served now."""
-        of_servers = state_among(state_under(self._kinds(where)) for where in self._servers)
-        return worst_of((state_under(self._kinds("")), of_servers))
+        of_servers = state_among(state_under(self.at(where).kinds) for where in self._servers)
+        return worst_of((state_under(self.at("").kinds), of_servers))
 
     @property
     def since(self) -> float:
@@ -149,9 +149,6 @@ class Degradations:
         before = self.state
         self._servers.discard(self.where)
         self._note_change(before)
-
-    def _kinds(self, where: str) -> frozenset[DegradationKind]:
-        return frozenset(kind for server, kind in self._active if server == where)
 
     def _note_change(self, before: State) -> None:
         if (state := self.state) is not before:

@@ -25,12 +25,17 @@ ADMIN_TOKEN = "admin-token"
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+_ADDRESS = rf"([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}"
 _URL = r"https?://[^/?#,\s]+[^?#,\s]*"
-_ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
+_URLS = rf"\s*{_URL}\s*(,\s*{_URL}\s*)*"
 _OPEN = r"(health|metrics)"
+_OPEN_PATHS = rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
+_ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
+_ALIASES = rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"
 _SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
 _SHARED_SIZES = ("upload_bytes_per_day", "upload_bytes_per_second", "capacity")
 _SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|(key_file|{'|'.join(_SHARED_SIZES)})\s*=\s*[^,]+)"
+_SHARED_STORE = rf"\s*({_SHARED_URL}|{_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*"
 
 
 def _text(title: str, pattern: str) -> Meta:
@@ -38,34 +43,15 @@ def _text(title: str, pattern: str) -> Meta:
     return Meta(title=title, pattern=f"^{pattern}$")
 
 
-Address = Annotated[str, _text("HOST:PORT", rf"([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}")]
-Urls = Annotated[
-    str,
-    _text(
-        "http:// or https:// URL, or several, separated by commas", rf"\s*{_URL}\s*(,\s*{_URL}\s*)*"
-    ),
-]
-OpenPaths = Annotated[
-    str,
-    _text(
-        "`health`, `metrics` or both, separated by a comma", rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
-    ),
-]
+Address = Annotated[str, _text("HOST:PORT", _ADDRESS)]
+Urls = Annotated[str, _text("http:// or https:// URL, or several, separated by commas", _URLS)]
+OpenPaths = Annotated[str, _text("`health`, `metrics` or both, separated by a comma", _OPEN_PATHS)]
 Switches = Annotated[
     str,
     Meta(title="`safe`, `all`, `none` and names, separated by commas", pattern=SWITCHES_PATTERN),
 ]
-Aliases = Annotated[
-    str,
-    _text("`name = name of llama-server`, separated by commas", rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"),
-]
-SharedStoreText = Annotated[
-    str,
-    _text(
-        "URL, or `url = URL, key_file = FILE, ...`",
-        rf"\s*({_SHARED_URL}|{_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*",
-    ),
-]
+Aliases = Annotated[str, _text("`name = name of llama-server`, separated by commas", _ALIASES)]
+SharedStoreText = Annotated[str, _text("URL, or `url = URL, key_file = FILE, ...`", _SHARED_STORE)]
 Bytes = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
@@ -262,6 +248,12 @@ def parse_list(values: str) -> list[str]:
     return [value.strip() for value in values.split(",") if value.strip()]
 
 
+def parse_pairs(values: str) -> dict[str, str]:
+    """Return the names and values of a setting in the form `name = value, ...`."""
+    pairs = (pair.partition("=") for pair in parse_list(values))
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 def parse_urls(urls: str) -> list[str]:
     """Return the base URLs of `upstream`."""
     return [url.rstrip("/") for url in parse_list(urls)]
@@ -281,8 +273,7 @@ def parse_shared_store(text: str) -> SharedStore | None:
         return None
     if "=" not in text:
         return SharedStore(text.strip())
-    pairs = (pair.partition("=") for pair in parse_list(text))
-    told = {name.strip(): value.strip() for name, _, value in pairs}
+    told = parse_pairs(text)
     try:
         sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
         return SharedStore(told["url"], told.get("key_file", ""), SharedLimits(**sizes))

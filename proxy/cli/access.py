@@ -4,7 +4,7 @@ import functools
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
@@ -127,11 +127,10 @@ class RunningProxy:
 
     def is_there(self) -> bool:
         """Return whether anything listens at the address."""
-        try:
+        with suppress(OSError):
             socket.create_connection(split_address(self.address), _CONNECT_SECONDS).close()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def fail_foreign(self) -> NoReturn:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)

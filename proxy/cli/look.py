@@ -41,7 +41,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, Settings, parse_shared_store, read_sources, size_in_words, written
+from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 

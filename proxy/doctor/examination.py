@@ -155,7 +155,10 @@ async def _examine_server(
                 await _note_slots(facts, probed, server.process)
             if server.process and server.process.can_cache:
                 with _noting(facts, "what a restored state is good for could not be measured"):
-                    await _measure_rule(facts, server.process)
+                    # The proxy itself runs the self-test only if requests contradict the rule.
+                    empty = (s.id for s in server.process.slots if isinstance(s.content, Empty))
+                    await self_test.measure(server.process, next(empty))
+                    facts.rule = server.process.rule
                 _note_states(facts, probed, server.process, stored)
                 with _noting(facts, "slot behaviour could not be examined"):
                     n_vocab = (await probed.model_meta()).n_vocab
@@ -182,13 +185,6 @@ async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Pr
     facts.probe_name = next(iter(probed.files.issued), "")
     if probed.file is not None:
         facts.probe_mode, facts.probe_owner_uid = probed.file.st_mode & 0o7777, probed.file.st_uid
-
-
-async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
-    """Run the self-test, as the proxy does only if requests contradict the rule; raises CacheFault."""
-    slot_id = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
-    await self_test.measure(process, slot_id)
-    facts.rule = process.rule
 
 
 @contextmanager

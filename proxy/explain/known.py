@@ -101,10 +101,7 @@ class KnownPrompts:
         self._by_key: dict[int, KnownPrompt] = {}
         self._keyless: list[KnownPrompt] = []
         self.size_bytes = 0
-        """About the size of all prompts, without the requests of the keyless: about one for each slot."""
-
-    def __len__(self) -> int:
-        return len(self._known)
+        """About the size of all prompts; the requests that keyless ones still hold are not counted."""
 
     def newest(self) -> list[KnownPrompt]:
         """Return a new list of all known prompts, the newest first."""

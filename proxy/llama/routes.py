@@ -12,12 +12,6 @@ from proxy.core.messages import Route
 Aliases = Mapping[str, str]
 
 
-def parse_aliases(text: str) -> dict[str, str]:
-    """Return the names of a setting in the form `client name = server name, ...`."""
-    pairs = (pair.partition("=") for pair in text.split(",") if pair.strip())
-    return {name.strip(): meant.strip() for name, _, meant in pairs}
-
-
 def with_alias(raw: bytes, aliases: Aliases) -> bytes:
     """Return a body with llama-server's name of its model; all other fields stay as they were sent."""
     try:

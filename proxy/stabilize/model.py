@@ -91,10 +91,6 @@ class Memory:
     def __len__(self) -> int:
         return len(self._values)
 
-    @property
-    def size_bytes(self) -> int:
-        return int(self._values.currsize)
-
     def get(self, key: str) -> Any:
         """Return the value of a key, or None."""
         encoded = self._values.get(key)

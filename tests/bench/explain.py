@@ -137,7 +137,7 @@ def memory_of(n_requests: int, n_tokens: int) -> tuple[float, float, int]:
     allocated = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     prompts = explainer.journal.prompts
-    return allocated / 1e6, prompts.size_bytes / 1e6, len(prompts)
+    return allocated / 1e6, prompts.size_bytes / 1e6, len(prompts.newest())
 
 
 def main() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import SettingsError
-from proxy.llama.routes import parse_aliases
-from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, split_address
+from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, parse_pairs, split_address
 from tests.lab.settings import load_settings
 
 
@@ -240,4 +239,4 @@ def test_aliases_are_read_in_every_source(
         {"environment": {"ALIASES": written}},
         {"flags": {"aliases": written}},
     ):
-        assert parse_aliases(load(tmp_path, **sources).aliases) == aliases
+        assert parse_pairs(load(tmp_path, **sources).aliases) == aliases

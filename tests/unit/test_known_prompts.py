@@ -81,14 +81,14 @@ def test_bounds_hold_and_the_oldest_prompts_are_forgotten() -> None:
     for number in range(50):
         add(prompts, f"{number}", prompt(number, *range(2000)), sketch(number, number + 1))
         assert prompts.size_bytes <= 100_000
-    assert 5 < len(prompts) < 20
+    assert 5 < len(prompts.newest()) < 20
     assert nearest_of(prompts, prompt(0, 1)) is None
     assert prompts.matches(known("new", prompt(7), sketch(0, 1)), [], 2.0) == (None, None)
     none, few = kept(max_prompts=0), kept(max_prompts=3)
     for number in range(5):
         add(few, str(number), prompt(number))
         add(none, str(number), prompt(number))
-    assert (len(few), len(none), none.size_bytes) == (3, 0, 0)
+    assert (len(few.newest()), len(none.newest()), none.size_bytes) == (3, 0, 0)
 
 
 def test_prompt_that_a_later_one_goes_on_from_is_found_by_its_id_but_not_kept_beside_it() -> None:
@@ -96,23 +96,25 @@ def test_prompt_that_a_later_one_goes_on_from_is_found_by_its_id_but_not_kept_be
     went_on = sketch(5, 10, 11, 12, roles="suau")
     add(prompts, "a", prompt(*RUN[:300], 7, 7), began)  # ends with what a template does not repeat
     add(prompts, "b", prompt(*RUN[:500]), went_on)
-    assert len(prompts) == 1
+    assert len(prompts.newest()) == 1
     assert prompts.find("a") is prompts.find("b") is not None
     add(prompts, "edited", prompt(*RUN[:200], *RUN[300:]), went_on)
     add(prompts, "other", prompt(*RUN[:480], *RUN[500:]), sketch(5, 20, roles="su"))
-    assert len(prompts) == 3
+    assert len(prompts.newest()) == 3
     for number in range(MAX_IDS):
         add(prompts, str(number), prompt(*RUN[:500]), went_on)
-    assert len(prompts) == 3 and prompts.find("a") is None and prompts.find("0") is not None
+    assert (
+        len(prompts.newest()) == 3 and prompts.find("a") is None and prompts.find("0") is not None
+    )
 
 
 def test_text_without_messages_is_replaced_by_one_that_begins_with_all_of_it() -> None:
     prompts = kept()
     for n_tokens in (300, 400, 500):
         add(prompts, f"{n_tokens}", prompt(*RUN[:n_tokens]))
-    assert len(prompts) == 1
+    assert len(prompts.newest()) == 1
     add(prompts, "other", prompt(*RUN[:490], 7))
-    assert len(prompts) == 2
+    assert len(prompts.newest()) == 2
 
 
 def test_loss_is_told_as_far_as_it_reached() -> None:
@@ -199,7 +201,7 @@ def test_conversation_that_went_on_unread_is_known_by_its_messages_once_they_are
         found = prompts.continued(new, 100 * n_messages - 100)
         assert (found is None) is (n_messages == 2)
         prompts.add(new, (found,))
-    assert len(prompts) == 1
+    assert len(prompts.newest()) == 1
     asked = replace(known("asked", prompt(9)), rendering=Rendering({"messages": messages}))
     compared = prompts.matches(asked, prompts.newest(), 2.0)[1]
     assert compared is not None and compared.known.ids == ("2", "3", "4")

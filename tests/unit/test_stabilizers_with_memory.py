@@ -510,7 +510,7 @@ def test_memory_stays_within_its_bytes_and_forgets_what_was_learned_longest_ago(
     memory = Memory(max_bytes=2000)
     for i in range(20):
         memory.learn({f"key {i}": "x" * 100, "needed": "y"})
-    assert memory.size_bytes <= 2000
+    assert memory._values.currsize <= 2000
     assert memory.get("needed") == "y" and memory.get("key 19") == "x" * 100
     assert memory.get("key 0") is None
     memory.learn({"huge": "x" * 3000})
@@ -523,7 +523,7 @@ def test_memory_survives_a_restart() -> None:
     memory.learn({"key": ["a", 1]})
     again = Memory.from_bytes(memory.to_bytes())
     assert again.calls("c1") == [("read", '{"a": 1}')]
-    assert again.get("key") == ["a", 1] and again.size_bytes == memory.size_bytes
+    assert again.get("key") == ["a", 1] and again._values.currsize == memory._values.currsize
 
 
 def test_calls_under_one_id_are_kept_apart_and_only_the_last_few() -> None:
