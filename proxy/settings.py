@@ -17,7 +17,7 @@ from msgspec import Meta
 from proxy.core.sharing import SharedLimits
 from proxy.docstrings import docstrings_of_fields
 from proxy.errors import SettingsError, in_words
-from proxy.stabilize.model import SWITCHES_PATTERN
+from proxy.stabilize.model import SWITCHES
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
@@ -46,10 +46,7 @@ def _text(title: str, pattern: str) -> Meta:
 Address = Annotated[str, _text("HOST:PORT", _ADDRESS)]
 Urls = Annotated[str, _text("http:// or https:// URL, or several, separated by commas", _URLS)]
 OpenPaths = Annotated[str, _text("`health`, `metrics` or both, separated by a comma", _OPEN_PATHS)]
-Switches = Annotated[
-    str,
-    Meta(title="`safe`, `all`, `none` and names, separated by commas", pattern=SWITCHES_PATTERN),
-]
+Switches = Annotated[str, _text("`safe`, `all`, `none` and names, separated by commas", SWITCHES)]
 Aliases = Annotated[str, _text("`name = name of llama-server`, separated by commas", _ALIASES)]
 SharedStoreText = Annotated[str, _text("URL, or `url = URL, key_file = FILE, ...`", _SHARED_STORE)]
 Bytes = Annotated[int, Meta(ge=0)]

@@ -56,10 +56,6 @@ class KnownPrompt:
         self.size_bytes = prompt_bytes + _MESSAGE_BYTES * n_messages + _OWN_BYTES
 
     @property
-    def id(self) -> str:
-        return self.ids[-1]
-
-    @property
     def sketch(self) -> Sketch:
         return self.rendering.sketch
 
@@ -110,9 +106,9 @@ class KnownPrompts:
     def continued(self, new: KnownPrompt, n_reused: int) -> Match | None:
         """Return the last prompt of a slot if a new prompt continues it there and all of it is reused.
 
-        The first *n_reused* tokens were compared when the request was planned: only the last of them are
-        compared here, to see that no other prompt was in the slot meanwhile. None if another known prompt
-        may share more.
+        The first *n_reused* tokens were compared when the request was planned. Here only the last of them are
+        compared again: another prompt may have been in the slot meanwhile. None if another known prompt may
+        share more.
         """
         in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
         last, end = next(in_slot, None), n_reused + SLACK_TOKENS
@@ -140,8 +136,8 @@ class KnownPrompts:
         *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:
         1. The prompt continues the last prompt of its conversation: that is both.
         2. The nearest prompt is of the same conversation, too: it is the one to compare.
-        3. Only the last prompt of the conversation is known to be of it: that one is compared. But the
-           nearest one if it began the same conversation again since, under a header more like the new one.
+        3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
+           If the nearest prompt began later, with the same first message, it is compared instead.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
         for known in self._keyless:  # the oldest first

@@ -345,7 +345,7 @@ class Inquiry:
         return views.Nearest(
             kind="request",
             n_common=compared.n_common,
-            id=known.id,
+            id=known.ids[-1],
             n_tokens=len(known.tokens),
             age_seconds=round(self._planned_at - known.ended_at, 3),
         )

@@ -24,10 +24,6 @@ _N_TITLE, _LOOKED_AT = 60, 400
 """The most characters of a title, and of the text that the title is made from."""
 
 
-def digests(values: list[int]) -> Digests:
-    return array("Q", values)
-
-
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """The digests of a chat request: its tools by name and whole, and its messages in the chat form.
@@ -113,20 +109,19 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
 
     The parts are compared with *old*, or with the first *n_known* tokens if *old* is the same sketch.
     """
-    costs, scale = list[Cost](), n_whole / max(1, sum(sketch.sizes))
-    n_before, n_tools = 0.0, len(sketch.tools)
-    digests_, others = [*sketch.tools, *sketch.messages], (old.tools, old.messages)
+    costs, n_before, n_tools = list[Cost](), 0.0, len(sketch.tools)
+    scale = n_whole / max(1, sum(sketch.sizes))
     for index, size in enumerate(sketch.sizes):
-        is_tool, n_before = index < n_tools, n_before + size * scale
-        if n_before - size * scale / 2 > n_tokens:
+        is_tool, n_part = index < n_tools, size * scale
+        middle, n_before = n_before + n_part / 2, n_before + n_part
+        if middle > n_tokens:
             break  # part of a later request
-        at, known = (index, others[0]) if is_tool else (index - n_tools, others[1])
-        is_changed = n_before - size * scale / 2 > n_known
-        if old is not sketch:
-            is_changed = at >= len(known) or known[at] != digests_[index]
+        at = index if is_tool else index - n_tools
+        new, known = (sketch.tools, old.tools) if is_tool else (sketch.messages, old.messages)
+        is_changed = middle > n_known if old is sketch else new[at : at + 1] != known[at : at + 1]
         name = sketch.tool_names[at] if is_tool and sketch.tool_names else ""
         part = PromptPart.TOOLS if is_tool else sketch.part(at)
-        costs.append(Cost(part, round(size * scale), name, None if is_tool else at, is_changed))
+        costs.append(Cost(part, round(n_part), name, None if is_tool else at, is_changed))
     return costs
 
 
@@ -162,10 +157,10 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
     leading = messages[0] if messages and is_system(messages[0]) else {}
     parts, encoded = [_part(message) for message in messages], list(map(msgspec.json.encode, tools))
     return Sketch(
-        digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
-        digests(list(map(xxhash.xxh3_64_intdigest, encoded))),
+        array("Q", [xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
+        array("Q", list(map(xxhash.xxh3_64_intdigest, encoded))),
         "".join(letter for letter, _, _ in parts),
-        digests([digest for _, digest, _ in parts]),
+        array("Q", [digest for _, digest, _ in parts]),
         sum(len(piece) for piece in _texts(leading.get("content"))),
         (*map(len, encoded), *(size for _, _, size in parts)),
         tuple(names),

@@ -6,6 +6,7 @@ prompt, the last of which may be fewer. Two prompts have the same number if, and
 up to the end of that block (github.com/kvcache-ai/Mooncake, FAST25-release).
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise, takewhile
 from keyword import kwlist
@@ -18,7 +19,6 @@ from xxhash import xxh3_64_intdigest
 from proxy.core.model import Prompt
 from proxy.core.rates import seconds_in_words
 from proxy.core.tokens import BLOCK_TOKENS, count_blocks, hash_prefixes, hash_whole
-from proxy.explain.sketch import digests
 
 TRACED_TOKENS = 512
 
@@ -39,7 +39,7 @@ def traced(at: float, prompt: Prompt, n_answer: int) -> TracedRequest:
     hashes = hash_prefixes(namespace, tokens)[first::step]
     if len(tokens) % TRACED_TOKENS:
         hashes.append(hash_whole(namespace, tokens, len(tokens)))
-    ids = digests([int.from_bytes(each[:8]) for each in hashes])
+    ids = array("Q", [int.from_bytes(each[:8]) for each in hashes])
     return TracedRequest(round(at * 1000), len(tokens), n_answer, ids)
 
 
@@ -84,9 +84,10 @@ def trace_in_words(trace: Sequence[TracedRequest]) -> dict[str, str]:
 
 
 def texts_of(trace: Sequence[TracedRequest]) -> dict[int, int]:
-    """Return whose text each block begins with: that of the block which next stands in its place.
+    """Return, by the number of each partial last block, the number of the block with whose text it begins.
 
-    Otherwise it is its own. A prompt mostly goes on where an earlier one ended, inside a block.
+    That is the block which next takes its place, as the next prompt of a conversation mostly goes on inside
+    the last block of this one. A partial block that no other replaces has a text of its own.
     """
     text_of: dict[int, int] = {}
     next_behind: dict[int, int] = {}
@@ -101,8 +102,8 @@ def texts_of(trace: Sequence[TracedRequest]) -> dict[int, int]:
 def words_for(request: TracedRequest, text_of: dict[int, int], words_per_token: float) -> str:
     """Return a prompt of about the request's length; equal numbers give equal texts."""
     words: list[str] = []
-    for place, number in enumerate(request.hash_ids):
-        n_tokens = min(TRACED_TOKENS, request.input_length - place * TRACED_TOKENS)
+    for index, number in enumerate(request.hash_ids):
+        n_tokens = min(TRACED_TOKENS, request.input_length - index * TRACED_TOKENS)
         text, n_words = text_of.get(number, number), round(n_tokens * words_per_token)
         chosen = (xxh3_64_intdigest(b"%d %d" % (text, i)) for i in range(n_words))
         words += [kwlist[digest % len(kwlist)] for digest in chosen]

@@ -44,8 +44,8 @@ SAFE = frozenset(n for n in Name if n not in _OPT_IN and not n.startswith("stick
 """The stabilizers that do not change the content that the model is given."""
 
 _WORDS = "|".join(("safe", "all", "none", *Name))
-SWITCHES_PATTERN = rf"^\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*$"
-"""The texts that `parse_switches` accepts."""
+SWITCHES = rf"\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*"
+"""The texts that `parse_switches` accepts, as a regular expression."""
 
 
 def parse_switches(text: str) -> frozenset[Name]:

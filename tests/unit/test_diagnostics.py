@@ -1,6 +1,7 @@
 """Cache diagnostics as the hosted APIs give them: the reason is right, and the newest SDKs read it."""
 
 import json
+from array import array
 from typing import Any
 
 import anthropic
@@ -22,7 +23,6 @@ from proxy.explain.sketch import (
     Named,
     Sketch,
     anthropic_diagnostics,
-    digests,
     named,
     openai_diagnostics,
     sketch_of,
@@ -121,7 +121,7 @@ def test_openai_s_sdk_reads_the_reason(mutation: Mutation) -> None:
 
 
 UNKNOWN = named("b", {}, None)
-SHORT = Sketch(digests([]), digests([]), "u", digests([1]), 0, (400,))
+SHORT = Sketch(array("Q"), array("Q"), "u", array("Q", [1]), 0, (400,))
 
 
 def test_request_is_found_by_its_own_client_only_and_the_oldest_are_forgotten() -> None:

@@ -1,5 +1,6 @@
 """Known prompts: which of them a new prompt is compared with, and that they stay within their bounds."""
 
+from array import array
 from dataclasses import replace
 
 from hypothesis import given
@@ -10,7 +11,7 @@ from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
 from proxy.explain.known import MAX_IDS, KnownPrompt, KnownPrompts, Loss, Match
-from proxy.explain.sketch import Sketch, digests, sketch_of
+from proxy.explain.sketch import Sketch, sketch_of
 
 SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
 RUN = range(1000)
@@ -18,7 +19,7 @@ EMPTY = sketch_of({})
 
 
 def sketch(*messages: int, roles: str = "") -> Sketch:
-    return Sketch(digests([]), digests([]), roles or "u" * len(messages), digests([*messages]))
+    return Sketch(array("Q"), array("Q"), roles or "u" * len(messages), array("Q", messages))
 
 
 def prompt(*tokens: int, namespace: Namespace = SPACE) -> Prompt:
@@ -66,7 +67,10 @@ def test_nearest_prompt_is_the_newest_of_those_with_the_most_in_common(
         assert found is None
     else:
         newest = max(i for i, n_common in enumerate(common) if n_common == max(common))
-        assert found is not None and (found.n_common, found.known.id) == (max(common), str(newest))
+        assert found is not None and (found.n_common, found.known.ids[-1]) == (
+            max(common),
+            str(newest),
+        )
 
 
 def test_nearest_prompt_is_of_the_same_namespace() -> None:
@@ -141,7 +145,7 @@ def test_conversation_is_known_by_two_messages_or_a_long_answer_not_by_one_messa
 
     def conversation(made_of: Sketch) -> str | None:
         found = prompts.matches(known("new", prompt(9), made_of), [], 2.0)[1]
-        return found.known.id if found else None
+        return found.known.ids[-1] if found else None
 
     assert conversation(sketch(99, 11, 12)) == "a"
     assert conversation(sketch(10, 99, 12)) is None
@@ -159,7 +163,7 @@ def test_conversation_that_others_continue_meanwhile_is_compared_as_it_was_when_
     add(prompts, "b", prompt(*RUN[:600]), sketch(10, 11, 12, 13), ended_at=3.0)
     new = known("new", prompt(*RUN[:400], 7), sketch(98, 11, 12))
     _, found = prompts.matches(new, then, planned_at)
-    assert found is not None and found.known.id == "a"
+    assert found is not None and found.known.ids[-1] == "a"
     assert prompts.matches(new, [], planned_at) == (None, None)
 
 
@@ -168,7 +172,7 @@ def test_conversation_begun_again_under_the_new_header_is_compared_with_that() -
     add(prompts, "old", prompt(1, *RUN), sketch(5, 10, 11, 12, roles="suAu"))
     add(prompts, "again", prompt(2, *RUN[:300]), sketch(6, 10, roles="su"), ended_at=2.0)
     found = add(prompts, "new", prompt(2, *RUN), sketch(6, 10, 11, 12, roles="suAu"), ended_at=3.0)
-    assert found is not None and found.known.id == "again" and found.is_same_conversation
+    assert found is not None and found.known.ids[-1] == "again" and found.is_same_conversation
 
 
 def test_prompt_that_goes_on_in_its_slot_is_found_without_its_messages() -> None:
@@ -177,7 +181,7 @@ def test_prompt_that_goes_on_in_its_slot_is_found_without_its_messages() -> None
     longer = prompt(*RUN[:500])
     for n_reused in (300, 298):
         found = prompts.continued(known("b", longer), n_reused)
-        assert found is not None and (found.known.id, found.n_common) == ("a", 300)
+        assert found is not None and (found.known.ids[-1], found.n_common) == ("a", 300)
         assert found.is_same_conversation and found.replaces
     # Less was reused, it was another prompt, another tenant's, or in another slot.
     assert prompts.continued(known("b", longer), 200) is None
