@@ -106,9 +106,9 @@ class KnownPrompts:
     def continued(self, new: KnownPrompt, n_reused: int) -> Match | None:
         """Return the last prompt of a slot if a new prompt continues it there and all of it is reused.
 
-        The first *n_reused* tokens were compared when the request was planned. Here only the last of them are
-        compared again: another prompt may have been in the slot meanwhile. None if another known prompt may
-        share more.
+        The first *n_reused* tokens were compared when the request was planned. Only the last of them are
+        compared again here: another prompt may have been in the slot meanwhile. None if another known
+        prompt may share more.
         """
         in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
         last, end = next(in_slot, None), n_reused + SLACK_TOKENS
@@ -137,7 +137,8 @@ class KnownPrompts:
         1. The prompt continues the last prompt of its conversation: that is both.
         2. The nearest prompt is of the same conversation, too: it is the one to compare.
         3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
-           If the nearest prompt began later, with the same first message, it is compared instead.
+           If the nearest prompt ended later and has the same first message, it began this conversation
+           anew, and is compared instead.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
         for known in self._keyless:  # the oldest first

@@ -1,8 +1,8 @@
 """The live page of the admin listener: its files, and server-sent events that keep it up to date.
 
 For each open page the proxy takes a look at itself twice a second, and sends the look if it differs from
-the last one. Looks are not queued: a page that does not read fills one socket buffer and is then cut off, and
-requests never wait for a page. While no page is open, the proxy takes no looks.
+the last one. Looks are not queued: a page that does not read fills one socket buffer and is then cut off,
+and requests never wait for a page. While no page is open, the proxy takes no looks.
 """
 
 import asyncio
