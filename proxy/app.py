@@ -152,14 +152,13 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)
     aliases, page = parse_pairs(settings.aliases), LivePage(shared, pool)
-    own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
         path = str(admin_token_file(settings))
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
-    guard = only_operators(token, open_paths, own_host)
+    guard = only_operators(token, open_paths, split_address(settings.admin)[0])
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
