@@ -133,12 +133,9 @@ class Aiperf:
         model = home / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
         snapshot = model / "snapshots" / _REVISION
         if not snapshot.exists():
-            snapshot.mkdir(parents=True)
+            save_tokenizer(snapshot)
             (model / "refs").mkdir()
             (model / "refs" / "main").write_text(_REVISION)
-            _lab_tokenizer().save(str(snapshot / "tokenizer.json"))
-            said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-            (snapshot / "tokenizer_config.json").write_text(json.dumps(said))
         return home
 
 
@@ -179,6 +176,14 @@ def _agentic_config(load: Load) -> dict[str, Any]:
             "layer1_5_groups": {"num_groups": 1},
         },
     }
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write the tokenizer of the lab models as Hugging Face's libraries read it."""
+    folder.mkdir(parents=True)
+    _lab_tokenizer().save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
 
 
 def _lab_tokenizer() -> Tokenizer:

@@ -105,6 +105,7 @@ async def examine_all(versions: list[str], kinds: list[str], *, rule_only: bool)
             *("build", "memory", "learned rule", "file version"),
             *("context checkpoints, tokens before the end", "evaluated / exact"),
         ),
+        n_keys=2,
     )
     installed = find_llama_server()
     for version in versions:

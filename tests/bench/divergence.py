@@ -12,17 +12,18 @@ gives the 100 likeliest tokens; those that both answers name count one by one, a
 so that the figure is a lower bound. The first prompt of each memory type is asked for the whole vocabulary,
 which shows how much that leaves out. Exit status 1 if a restored state is further away than the floor.
 
-python -m tests.bench.divergence [--seeds N] [--cuts N] [--kind KIND ...] [--document]
+python -m tests.bench.divergence [--seeds N] [--cuts N] [--kind KIND ...] [--folder FOLDER] [--document]
 """
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import exp, log
 from pathlib import Path
@@ -232,15 +233,16 @@ def add_rows(section: Section, kind: str, by_seed: list[dict[str, Distances]]) -
 
 def described(by_kind: dict[str, list[dict[str, Distances]]]) -> Section:
     """Return the table; what it leaves out is said on stderr."""
-    seeds = [sum(d["restored"].n_cuts for d in by_seed) for by_seed in by_kind.values()]
-    n_seeds = max(len(by_seed) for by_seed in by_kind.values())
+    seeds = next(iter(by_kind.values()))
+    n_cuts = sum(seed["restored"].n_cuts for seed in seeds)
     section = Section(
-        f"Restored states: {sum(seeds):,} cuts, {n_seeds} seeds for each memory type",
+        f"Restored states: {n_cuts:,} cuts of each memory type, {len(seeds)} seeds",
         "KL of restored not above that of another batch size: median, 99 %, largest",
         (
             *("memory", "against fresh", "KL: median", "99 %", "largest", "99 % by seed"),
             *("equal texts", "vectors"),
         ),
+        n_keys=2,
     )
     for kind, by_seed in by_kind.items():
         add_rows(section, kind, by_seed)
@@ -255,9 +257,17 @@ async def run(given: argparse.Namespace, leftovers: ExitStack) -> int:
     by_kind: dict[str, list[dict[str, Distances]]] = {}
     for kind in given.kind:
         for seed in range(1, given.seeds + 1):
-            tell(f"{kind}, seed {seed}")
-            with tempfile.TemporaryDirectory(prefix="prefix-cache-") as name:
-                found = await measure_seed(kind, seed, given.cuts, leftovers, Path(name))
+            kept = given.folder and given.folder / f"{kind}-{seed}-{given.cuts}.json"
+            if kept and kept.exists():
+                read = json.loads(kept.read_text())
+                found = {way: Distances(**distances) for way, distances in read.items()}
+            else:
+                tell(f"{kind}, seed {seed}")
+                with tempfile.TemporaryDirectory(prefix="prefix-cache-") as name:
+                    found = await measure_seed(kind, seed, given.cuts, leftovers, Path(name))
+            if kept:
+                given.folder.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps({way: asdict(d) for way, d in found.items()}))
             by_kind.setdefault(kind, []).append(found)
     section = described(by_kind)
     print(section.markdown())
@@ -271,6 +281,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cuts", type=int, default=50, help="of each seed and memory type")
     parser.add_argument("--kind", nargs="+", choices=MEMORIES, default=list(MEMORIES))
+    parser.add_argument("--folder", type=Path, help="keeps each seed's figures: not measured again")
     add_page_arguments(parser)
     given = parser.parse_args()
     return run_to_the_end(partial(run, given))

@@ -30,19 +30,30 @@ def add_page_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `prove` reads."""
     parser.add_argument("--document", action="store_true", help="write docs/proof.md")
     parser.add_argument("--page", type=Path, default=PROOF, help="or another page in its place")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the page's rows that were not measured now"
+    )
 
 
 def prove(given: argparse.Namespace, name: str, sections: Iterable[Section]) -> None:
     """Write *sections* into the page if the command line says so; raises KeyError without a place."""
-    if given.document:
-        measured = "\n\n".join(section.markdown(3) for section in sections)
-        given.page.write_text(put(given.page.read_text(), name, measured))
+    if not given.document:
+        return
+    page = given.page.read_text()
+    if given.add:
+        before = _place(name).search(page)
+        sections = [section.with_rows_of(before[0] if before else "") for section in sections]
+    measured = "\n\n".join(section.markdown(3) for section in sections)
+    given.page.write_text(put(page, name, measured))
 
 
 def put(text: str, name: str, measured: str) -> str:
     """Return *text* with *measured* in the place of that name; raises KeyError if there is none."""
-    place = re.compile(rf"(<!-- measured: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    filled, n_places = place.subn(lambda m: f"{m[1]}\n{measured}\n\n{m[2]}", text)
+    filled, n_places = _place(name).subn(lambda m: f"{m[1]}\n{measured}\n\n{m[2]}", text)
     if n_places != 1:
         raise KeyError(f"{n_places} places for {name!r}")
     return filled
+
+
+def _place(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- measured: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)

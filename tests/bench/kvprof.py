@@ -41,6 +41,7 @@ async def measure(names: list[str], leftovers: ExitStack) -> Section:
         "Tokens in common with the nearest earlier request: kvprof and explain",
         f"at most {MOST_APART} token apart",
         ("change", "request", "kvprof", "leaves it in", "explain", "its cause"),
+        n_keys=2,
     )
     folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
     slots, traces = folder / "slots", folder / "traces"

@@ -66,7 +66,7 @@ _SOME = ("--policy", "ours", "LRU", "S3-FIFO", "--budget", "10")
 _SECOND, _WEAR = "tests.bench.eviction.second", ("tests.bench.wear", CONVERSATION, SYNTHETIC)
 _KL, _TESTS = "tests.bench.divergence", "tests.bench.server_tests"
 _AIPERF, _BESIDE = "tests.bench.neutral_load", "tests.bench.side_by_side"
-_KVPROF, _CANARY = "tests.bench.kvprof", "tests.bench.canary"
+_VLLM, _KVPROF, _CANARY = "tests.bench.vllm_turns", "tests.bench.kvprof", "tests.bench.canary"
 _UPSTREAM = ("pytest", "tests/live/test_upstream.py")
 _REPLAYED = ("pytest", "tests/live/test_trace.py")
 PARTS = (
@@ -97,7 +97,8 @@ PARTS = (
         (_AIPERF, "--folder", str(FOLDER), "--times", "2"),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
-    Part("kvprof", ("kvprof",), 3, (_KVPROF, "P1", "P2", "P3", "X1"), (_KVPROF, "P1")),
+    Part("vLLM", ("vllm",), 5, (_VLLM,), (_VLLM, "--kind", "recurrent")),
+    Part("kvprof", ("kvprof",), 5, (_KVPROF,), (_KVPROF, "P1")),
     Part(
         *("canary", ("canary",), 40),
         (_CANARY,),

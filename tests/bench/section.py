@@ -1,7 +1,7 @@
 """One table of the benchmark, as markdown. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 
@@ -20,6 +20,8 @@ class Section:
     is_documented: bool = True
     note: str = ""
     """A paragraph below the table."""
+    n_keys: int = 1
+    """So many columns name a row."""
 
     def add(self, *cells: object, is_met: bool | None) -> None:
         """Add a row; `is_met` is None where there is no bar."""
@@ -39,6 +41,15 @@ class Section:
         verdict = [self._verdict(), ""] if self.bar else []
         note = ["", self.note] if self.note else []
         return "\n".join([f"{'#' * level} {self.title}", "", *verdict, *lines, *note])
+
+    def with_rows_of(self, written: str) -> "Section":
+        """Return this table with the rows that it lacks of the table of this title in *written*."""
+        table = written.partition(f"# {self.title}\n")[2].partition("\n#")[0]
+        lines = [line[2:-2].split(" | ") for line in table.splitlines() if line[:1] == "|"]
+        older = [tuple(line) if self.bar else (*line, "-") for line in lines[2:]]
+        rows = {row[: self.n_keys]: row for row in (*older, *self.rows)}
+        n_missed = sum(row[-1] == "**no**" for row in rows.values())
+        return replace(self, rows=[*rows.values()], n_missed=n_missed)
 
     def _verdict(self) -> str:
         result = f"{self.n_missed} of {len(self.rows)} rows miss it" if self.n_missed else "met"

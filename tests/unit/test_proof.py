@@ -69,7 +69,7 @@ def test_a_part_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_page_without_the_place_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing is measured here")
-    given = argparse.Namespace(document=True, page=page)
+    given = argparse.Namespace(document=True, add=False, page=page)
     with pytest.raises(KeyError):
         prove(given, "wear", [Section("Wear", "", ("trace",))])
     prove(argparse.Namespace(document=False, page=page), "wear", [])
@@ -78,3 +78,23 @@ def test_a_page_without_the_place_is_an_error(tmp_path: Path) -> None:
 def test_several_runs_are_told_with_their_range() -> None:
     assert spread([1000.0]) == "1,000"
     assert spread([3.0, 1.04, 2.0], ".1f") == "2.0 (1.0 to 3.0)"
+
+
+def test_a_piece_keeps_the_rows_of_the_page_that_it_did_not_measure(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- measured: tests -->\n<!-- end -->\n")
+
+    def measured(title: str, *rows: tuple[str, str, bool]) -> Section:
+        section = Section(title, "all pass", ("file", "kind", "passed"), n_keys=2)
+        for name, kind, is_met in rows:
+            section.add(name, kind, "", is_met=is_met)
+        return section
+
+    given = argparse.Namespace(document=True, add=True, page=page)
+    prove(given, "tests", [measured("A", ("a", "x", True), ("b", "x", False))])
+    prove(given, "tests", [measured("A", ("c", "x", True), ("b", "x", True), ("b", "y", False))])
+    whole = measured("A", ("a", "x", True), ("b", "x", True), ("c", "x", True), ("b", "y", False))
+    assert whole.markdown() in page.read_text()
+    prove(given, "tests", [measured("B", ("a", "x", True))])
+    assert measured("B", ("a", "x", True)).markdown() in page.read_text()
+    assert "# A" not in page.read_text()
