@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tarfile
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median, quantiles
 
 from tests.bench.aiperf import PROGRAM, save_tokenizer

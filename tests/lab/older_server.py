@@ -54,6 +54,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("-t", "--threads", dest="n_threads", type=int)
     parser.add_argument("--cache-ram", dest="cache_ram_mib", type=int)
     parser.add_argument("--ctx-checkpoints", dest="n_ctx_checkpoints", type=int)
+    parser.add_argument("--checkpoint-min-step", type=int)
     parser.add_argument("--slot-save-path")
     parser.add_argument("-fa", "--flash-attn", dest="flash_attn_type", type=_flash_attention)
     parser.add_argument("--fit", dest="fit_params", type=_ON_OFF.get)

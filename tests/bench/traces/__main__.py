@@ -36,11 +36,11 @@ CHART, CHART_KIND = DOCUMENT.with_name("benchmarks-traces.svg"), "hybrid"
 FAILURES = (ChatFailed, ProxyError, LlamaServerError)
 
 
-async def measure(case: Case) -> Result | Failure:
-    """Measure one case on processes of its own, which are gone afterwards."""
+async def measure(case: Case, flags: tuple[str, ...] = ()) -> Result | Failure:
+    """Measure one case on processes of its own, which are gone afterwards; *flags* are llama-server's."""
     with ExitStack() as leftovers:
         folder = leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-"))
-        measurement = Measurement(case, leftovers, Path(folder))
+        measurement = Measurement(case, leftovers, Path(folder), flags)
         try:
             return await measurement.run()
         except* FAILURES as failures:

@@ -27,7 +27,9 @@ DRAFTING = {"hybrid_mtp": ("--spec-type", "draft-mtp")}
 class Measurement:
     """One case on processes of its own."""
 
-    def __init__(self, case: Case, leftovers: ExitStack, folder: Path) -> None:
+    def __init__(
+        self, case: Case, leftovers: ExitStack, folder: Path, flags: tuple[str, ...] = ()
+    ) -> None:
         self._case = case
         self._trace = TRACES[case.trace]()
         self._metrics_files = folder
@@ -36,7 +38,7 @@ class Measurement:
             case.size,
             leftovers,
             has_proxy=case.has_proxy,
-            setup=_setup(case, self._trace.n_ctx, folder),
+            setup=_setup(case, self._trace.n_ctx, folder, flags),
         )
 
     async def run(self) -> Result:
@@ -96,14 +98,14 @@ def _lines_of(
     return lines[len(exchange.prompt)] if sent.request.form is Route.CHAT else deque()
 
 
-def _setup(case: Case, n_ctx: int, folder: Path) -> Setup:
+def _setup(case: Case, n_ctx: int, folder: Path, flags: tuple[str, ...]) -> Setup:
     stripped = ("--stripped",) if case.variant == "stripped" else ()
     ram = RAM_CACHE_MIB if case.variant == "alone-8192" else 0
     return Setup(
         n_slots=case.n_slots,
         n_ctx=n_ctx * case.n_slots,
         n_threads=N_THREADS.get(case.size, 2),
-        server_arguments=("--cache-ram", str(ram), *DRAFTING.get(case.kind, ())),
+        server_arguments=("--cache-ram", str(ram), *DRAFTING.get(case.kind, ()), *flags),
         launcher=(LAUNCHER, str(folder), *stripped),
         proxy_options=("--log-format", "json"),
     )
