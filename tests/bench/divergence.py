@@ -176,15 +176,23 @@ async def measure_seed(
         leftovers.callback(server.kill)
     await asyncio.to_thread(plain.start)
     cuts = await asyncio.to_thread(random_cuts, plain, seed, n_cuts)
-    fresh = [await asyncio.to_thread(ask, plain, cut) for cut in cuts]
-    answers = {"live": [await asyncio.to_thread(ask, plain, cut, is_live=True) for cut in cuts]}
-    await asyncio.to_thread(plain.stop)
-    for way, other in others.items():
-        await asyncio.to_thread(other.start)
-        answers[way] = [await asyncio.to_thread(ask, other, cut) for cut in cuts]
-        await asyncio.to_thread(other.stop)
-    async with Rig(behind, folder / "slots") as rig:
-        through = await restored(rig, cuts)
+
+    def alone(server: LlamaServer, *, is_live: bool = False) -> list[Answer]:
+        if not server.is_running:
+            server.start()
+        return [ask(server, cut, is_live=is_live) for cut in cuts]
+
+    async def proxied() -> list[tuple[Answer, int]]:
+        async with Rig(behind, folder / "slots") as rig:
+            return await restored(rig, cuts)
+
+    # Each llama-server has one thread, so that all ways together keep two cores busy.
+    ways = (asyncio.to_thread(alone, server) for server in (plain, *others.values()))
+    through, (fresh, *by_floor) = await asyncio.gather(proxied(), asyncio.gather(*ways))
+    answers = dict(zip(others, by_floor, strict=True))
+    answers["live"] = await asyncio.to_thread(alone, plain, is_live=True)
+    for server in (plain, *others.values()):
+        await asyncio.to_thread(server.stop)
     answers["restored"] = [answer for answer, _ in through]
     found = {way: Distances(n_cuts=n_cuts) for way in WAYS}
     for i, cut in enumerate(cuts):

@@ -71,7 +71,7 @@ _UPSTREAM = ("pytest", "tests/live/test_upstream.py")
 _REPLAYED = ("pytest", "tests/live/test_trace.py")
 PARTS = (
     Part(
-        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), 10),
+        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), 12),
         _EVICTION,
         (*_EVICTION, *_SOME),
     ),
@@ -81,33 +81,33 @@ PARTS = (
         (*_AGENTS, *_SOME),
     ),
     Part(
-        *("optimum", ("eviction, optimum",), 5),
+        *("optimum", ("eviction, optimum",), 3),
         (_SECOND, CONVERSATION, SYNTHETIC),
         (_SECOND, SYNTHETIC),
     ),
     Part("wear", ("wear",), 2, _WEAR, _WEAR),
     Part(
-        *("KL", ("divergence",), 45),
+        *("KL", ("divergence",), 35),
         (_KL,),
         (_KL, "--seeds", "1", "--cuts", "2", "--kind", "hybrid"),
     ),
-    Part("server tests", ("server tests",), 20, (_TESTS,), (_TESTS, "tokenize")),
+    Part("server tests", ("server tests",), 12, (_TESTS,), (_TESTS, "tokenize")),
     Part(
-        *("aiperf", ("aiperf",), 60),
+        *("aiperf", ("aiperf",), 40),
         (_AIPERF, "--folder", str(FOLDER), "--times", "2"),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
     Part("vLLM", ("vllm",), 5, (_VLLM,), (_VLLM, "--kind", "recurrent")),
     Part("kvprof", ("kvprof",), 5, (_KVPROF,), (_KVPROF, "P1")),
     Part(
-        *("canary", ("canary",), 40),
+        *("canary", ("canary",), 25),
         (_CANARY,),
         (_CANARY, "2026.9.11063", "--rule-only", "--kind", "full"),
     ),
     Part("defects", (), 3, _UPSTREAM, (*_UPSTREAM, "-k", "damaged")),
     Part("replayed traces", (), 5, (*_REPLAYED, "-m", ""), (*_REPLAYED, "-k", "replayed")),
     Part(
-        *("side by side", ("side by side, full", "side by side, hybrid"), 50),
+        *("side by side", ("side by side, full", "side by side, hybrid"), 30),
         (_BESIDE, "--times", "2"),
         (_BESIDE, "--kind", "hybrid", "--trace", "branch", "--contender", BY_HAND, PROXY),
     ),

@@ -196,8 +196,8 @@ def main() -> int:
     )
     for name in given.file:
         compare(section, given.kind, name, given.limit)
+        prove(given, "server tests", [section])
     print(section.markdown())
-    prove(given, "server tests", [section])
     return 1 if section.n_missed else 0
 
 

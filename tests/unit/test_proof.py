@@ -23,6 +23,7 @@ def test_each_place_of_the_page_is_written_by_one_part() -> None:
 
 def test_page_says_the_hours_that_no_part_outlives() -> None:
     assert ALL_MINUTES == 180 and "three hours" in PROOF.read_text()
+    assert sum(part.minutes for part in PARTS) <= ALL_MINUTES
 
 
 @pytest.mark.parametrize(
