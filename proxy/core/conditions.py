@@ -144,7 +144,7 @@ class DegradationKind(StrEnum):
     """
 
     RULE_IS_NOTHING = "nothing can be restored"
-    """The self-test found that this model on this llama-server reuses nothing of a restored state.
+    """This model on this llama-server reuses nothing of a restored state.
 
     With a sliding window, start llama-server with --swa-full (it takes more memory), or use llama.cpp 0.7.0
     or later without --ctx-checkpoints 0. Otherwise restart it; if that does not help, this build cannot do

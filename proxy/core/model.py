@@ -336,17 +336,20 @@ def derive(
 ) -> Rule:
     """Return the rule of a model whose first saved state is shorter than a sliding window.
 
-    The file tells whether the state has context checkpoints and every position. Only a state with every
-    position and without context checkpoints needs to be restored, to see whether it *holds_at_end* (a
-    request can continue it at its end) and *rewinds* (a request can continue it before its end). The cases:
+    The file tells whether the state has context checkpoints and every position. Only a state without
+    context checkpoints needs to be restored, to see whether it *holds_at_end* (a request can continue it at
+    its end) and, with every position, *rewinds* (a request can continue it before its end). The cases:
 
     1. The file has context checkpoints: *restore points*. With every position it is a sliding window.
-    2. The file lacks positions, or is not understood: *end only*.
+    2. The file lacks positions, or is not understood: *end only*; *nothing* if it does not hold at its end,
+       as hybrid states on b9294 (May 2026).
     3. The state rewinds: *any prefix*.
     4. The state does not rewind: it is a sliding window, and a short state may hold at its end.
     """
     if has_every_position and rewinds and not has_points:
         return Rule(RuleKind.ANY_PREFIX)
+    if not (has_points or has_every_position or holds_at_end):
+        return NO_RULE
     kind = RuleKind.RESTORE_POINTS if has_points else RuleKind.END_ONLY
     return Rule(kind, FULL_WINDOW_TOKENS if has_every_position and not holds_at_end else 0)
 

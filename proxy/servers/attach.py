@@ -304,16 +304,18 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
 async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
     """Return the rule that the probe shows; where its file is not enough, the probe is restored."""
     state, holds_at_end, rewinds = saved.state, False, False
+    again, is_whole = state.tokens, state.has_every_position
     process.slots.set_content(slot_id, TAINTED)
-    if state.has_every_position and not state.restore_points:
-        again, n_common = state.tokens, len(state.tokens) // 2 + 1
-        leaving = again[:n_common] + again[:1]
-        holds_at_end = await _reused(process, slot_id, saved, again) == len(again) - 1
-        if holds_at_end:
-            rewinds = await _reused(process, slot_id, saved, leaving) == n_common
+    if not state.restore_points:
+        # A state that lacks positions cannot give its last token back: the prompt is one token longer.
+        longer = again if is_whole else again + again[:1]
+        holds_at_end = await _reused(process, slot_id, saved, longer) == len(longer) - 1
+        if holds_at_end and is_whole:
+            leaving = again[: len(again) // 2 + 1] + again[:1]
+            rewinds = await _reused(process, slot_id, saved, leaving) == len(leaving) - 1
     rule = derive(
         has_points=bool(state.restore_points),
-        has_every_position=state.has_every_position,
+        has_every_position=is_whole,
         holds_at_end=holds_at_end,
         rewinds=rewinds,
     )

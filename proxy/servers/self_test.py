@@ -21,7 +21,6 @@ SHORT_TOKENS = 64
 PROBE_LENGTHS = (SHORT_TOKENS, FULL_WINDOW_TOKENS, 2 * FULL_WINDOW_TOKENS)
 _MORE_TOKENS = 8
 BACK_TOKENS = 20
-_DIVERGING_UP_TO_TOKENS = FULL_WINDOW_TOKENS
 
 
 async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
@@ -67,7 +66,7 @@ def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]
     if n_tokens == SHORT_TOKENS:
         requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
     can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
-    if n_tokens <= _DIVERGING_UP_TO_TOKENS and can_reuse:
+    if n_tokens <= FULL_WINDOW_TOKENS and can_reuse:
         requests.append(text[:n_common] + text[-BACK_TOKENS:])
     return [*requests, text[: n_tokens + _MORE_TOKENS]]
 

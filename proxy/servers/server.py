@@ -268,9 +268,7 @@ class Server(Watched):
                 await self.look()
             if self.process:
                 self_test.look_again(self.process)
-            await self.pause(
-                min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
-            )
+            await self.pause(RETURN_WATCH_SECONDS if self.n_waiting else WATCH_SECONDS)
 
     async def look(self, *, is_patient: bool = False) -> None:
         """Wait for a look at llama-server; a running look is shared.

@@ -52,8 +52,8 @@ KINDS = (*MEMORIES, *DRAFTING)
 
 async def learned(
     kind: str, binary: Path, flags: tuple[str, ...], leftovers: ExitStack
-) -> tuple[str, StateFile]:
-    """Return the rule that the proxy learns, and the file that it saves of a conversation."""
+) -> tuple[str, StateFile | None]:
+    """Return the rule that the proxy learns, and the file that it saves of a conversation, if any."""
     folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
     slots = folder / "slots"
     slots.mkdir(mode=0o700)
@@ -74,11 +74,13 @@ async def learned(
         await rig.settled()
         [process] = rig.running.pool.processes
         files = sorted(slots.glob("*.state"), key=lambda path: path.stat().st_mtime)
-        return str(process.rule), read_state_file(files[-1])
+        return str(process.rule), read_state_file(files[-1]) if files else None
 
 
-def in_words(state: StateFile) -> tuple[int, str]:
+def in_words(state: StateFile | None) -> tuple[int | str, str]:
     """Return the file's version, and how far before its end its context checkpoints lie."""
+    if state is None:
+        return "-", "nothing is saved"
     behind = [str(len(state.tokens) - point) for point in state.restore_points]
     drafts = ", with draft state" if state.draft_bytes else ""
     return state.version, (", ".join(behind) or "none") + drafts

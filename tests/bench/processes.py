@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from proxy.core.conditions import DegradationKind, State
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 
@@ -106,8 +107,8 @@ class ProxyProcess:
             self._process = None
 
     async def ready(self) -> None:
-        """Wait until the proxy caches."""
-        await self._wait_until("caching", lambda health: health["state"] == "caching")
+        """Wait until the proxy caches, or knows that nothing can be restored."""
+        await self._wait_until("caching", _is_ready)
 
     async def reachable(self) -> None:
         """Wait until the proxy answers, whatever is behind it."""
@@ -152,6 +153,11 @@ class ProxyProcess:
 def n_leased(health: Health) -> int:
     """Return how many slots are leased, of all llama-servers."""
     return sum(slot["state"] == "leased" for each in health["servers"] for slot in each["slots"])
+
+
+def _is_ready(health: Health) -> bool:
+    kinds = {reason["kind"] for reason in health["reasons"]}
+    return health["state"] == State.CACHING or DegradationKind.RULE_IS_NOTHING in kinds
 
 
 def _is_idle(health: Health) -> bool:

@@ -20,7 +20,7 @@ from statistics import median, quantiles
 from tests.bench.aiperf import PROGRAM, save_tokenizer
 from tests.bench.document import add_page_arguments, prove
 from tests.bench.interrupts import run_to_the_end
-from tests.bench.neutral_load import ALONE, LEAST_GAIN, N_SLOTS, PROXY
+from tests.bench.neutral_load import ALONE, MOST_LOSS, N_SLOTS, PROXY
 from tests.bench.processes import Setup, Stack
 from tests.bench.progress import tell
 from tests.bench.section import Section
@@ -74,7 +74,9 @@ def fetch() -> None:
 
 async def play(kind: str, contender: str, leftovers: ExitStack) -> tuple[list[float], int]:
     """Return each request's milliseconds to the first token, and the tokens that were evaluated."""
-    flags = "--temp", "0", "--ignore-eos", *ALONE.get(contender, ())
+    # The benchmark refuses answers without content, as a random model's endless reasoning.
+    plain = "--temp", "0", "--ignore-eos", "--reasoning-format", "none"
+    flags = *plain, *ALONE.get(contender, ())
     setup = Setup(n_slots=N_SLOTS, n_ctx=N_SLOTS * 8192, n_threads=1, server_arguments=flags)
     stack = Stack(kind, "tiny", leftovers, has_proxy=contender == PROXY, setup=setup)
     await stack.start()
@@ -106,7 +108,7 @@ async def run(given: argparse.Namespace, leftovers: ExitStack) -> int:
     """Measure and print; return the exit status."""
     section = Section(
         f"vLLM's multi-turn benchmark: {N_AT_ONCE} conversations at a time, {N_SLOTS} slots",
-        f"p50 and p95 at least {LEAST_GAIN:.0f} times better than the best flags",
+        f"p50 and p95 at most {MOST_LOSS} times as long as with the best flags",
         ("memory", "", "requests", "first token p50, ms", "p95, ms", "tokens evaluated"),
         n_keys=2,
     )
@@ -119,7 +121,7 @@ async def run(given: argparse.Namespace, leftovers: ExitStack) -> int:
             is_met = None
             if contender == PROXY:
                 best = (min(each) for each in zip(*alone, strict=True))
-                is_met = all(b >= LEAST_GAIN * own for b, own in zip(best, (p50, p95), strict=True))
+                is_met = all(o <= MOST_LOSS * b for o, b in zip((p50, p95), best, strict=True))
             alone.append((p50, p95))
             cells = len(times), f"{p50:,.0f}", f"{p95:,.0f}", n_evaluated
             section.add(kind, contender, *cells, is_met=is_met)

@@ -41,6 +41,7 @@ SETTINGS = (
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what the proxy waits for by the clock."""
     monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 0.03)
+    monkeypatch.setattr(lifecycle, "RETURN_WATCH_SECONDS", 0.03)
     monkeypatch.setattr(abandoned, "DISCONNECT_SECONDS", 0.1)
     monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 0.0)
 

@@ -37,8 +37,9 @@ async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:
 
 
 async def test_rule_that_allows_nothing_is_named(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, memory=Memory.NOTHING) as rig:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
         assert (await rig.health())["servers"][0]["rule"] == "end only"
+        rig.server.slots[0].memory = Memory.NOTHING
         for name in "abab":  # the restores of the third and fourth are not reused
             await rig.chat(name)
             await rig.settled()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model import Rule, RuleKind
+from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.llama.state_edits import repair_window
 from proxy.serving import saver
 from tests.fakes.llama_server import FakeLlamaServer
@@ -29,8 +29,9 @@ def message_end(messages: list[dict[str, Any]]) -> int:
 
 
 def stops(rig: Rig) -> list[int]:
-    """Return how many tokens each evaluation of a prefix had."""
-    return [len(seen.fields["prompt"]) for seen in rig.server.seen_at("evaluate")]
+    """Return how many tokens each evaluation of a prefix had, first contact's left out."""
+    lengths = (len(seen.fields["prompt"]) for seen in rig.server.seen_at("evaluate"))
+    return [length for length in lengths if length > len(CANARY_TOKENS)]
 
 
 def saved_tokens(server: FakeLlamaServer) -> list[list[int]]:
@@ -69,12 +70,18 @@ async def test_rule_is_learned_and_the_conversation_restored_as_far_as_it_goes(
         assert rig.sample("restore_ineffective_total") == 0
 
 
-async def test_server_that_restores_nothing_is_asked_for_nothing(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, memory=Memory.NOTHING) as rig:
+@pytest.mark.parametrize("is_known_at_first", [True, False])
+async def test_server_that_restores_nothing_is_asked_for_nothing(
+    start_rig: StartRig, is_known_at_first: bool
+) -> None:
+    memory = Memory.NOTHING if is_known_at_first else Memory.END_ONLY
+    async with start_rig(n_slots=1, memory=memory) as rig:
+        rig.server.slots[0].memory = Memory.NOTHING
         for name in "xyxy":  # the restores of the third and fourth are not reused
             await rig.chat(name)
             await rig.settled()
-        await until(lambda: rig.sample("self_tests_total", result="nothing"))
+        await until(lambda: rig.sample("rule", rule="nothing"))
+        assert rig.sample("restores_total", result="done") == (0 if is_known_at_first else 2)
         await rig.settled()
         n_checkpoints = len(rig.checkpoints)
         n_actions = len(rig.server.seen_at("save") + rig.server.seen_at("restore"))

@@ -114,7 +114,8 @@ def test_judge_of_a_repeated_prompt_that_misses_its_context_checkpoint_is_end_on
         (False, True, True, True, Rule(RuleKind.ANY_PREFIX)),  # full, --swa-full
         (True, True, False, False, Rule(RuleKind.RESTORE_POINTS, end_holds_from=2200)),  # swa
         (True, False, False, False, Rule(RuleKind.RESTORE_POINTS)),  # recurrent, hybrid
-        (False, False, False, False, Rule(RuleKind.END_ONLY)),  # older, or not understood
+        (False, False, True, False, Rule(RuleKind.END_ONLY)),  # older, or not understood
+        (False, False, False, False, Rule(RuleKind.NOTHING)),  # hybrid on b9294
         (False, True, False, False, Rule(RuleKind.END_ONLY, end_holds_from=2200)),  # repaired swa
         (False, True, True, False, Rule(RuleKind.END_ONLY)),  # swa before June 2026
     ],
