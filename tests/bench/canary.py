@@ -1,6 +1,6 @@
 """What real builds of several months do: file version, rule, context checkpoints, and what a restart costs.
 
-Of each build and memory type, with the flags of docs/llama-server.md: what the proxy learns first,
+Of each build and memory type, with the flags that `run` gives: what the proxy learns first,
 where the context checkpoints of a saved file lie, and the `agent` trace with both processes restarted
 half-way; where that misses the bar, also on llama-server alone. The hybrid model is also examined with
 drafting (draft-mtp). Builds that are not there are fetched from PyPI (`xllamacpp`); `installed` is the
