@@ -9,7 +9,7 @@ import aiohttp
 from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import OPTIONS, Host, Hosts
+from tests.bench.shared.hosts import OPTIONS, Host, Hosts, Wanted
 from tests.bench.shared.moves import DOWN, counter
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import chat
@@ -24,7 +24,7 @@ BAR_RIGHT, BAR_FACTOR = 0.9, 1.2
 SETUP = Setup(n_threads=1, proxy_options=OPTIONS)
 
 
-async def measure_breakeven(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table, a row for each model and rate."""
     section = Section(
         "Fetch or evaluate (tiny models; 25 states of 150 to 8,000 tokens a row)",
@@ -34,7 +34,7 @@ async def measure_breakeven(network: Network, leftovers: ExitStack, kinds: list[
             *("median: evaluate", "fetch", "as chosen"),
         ),
     )
-    for kind in kinds or N_STATES:
+    for kind in wanted.kinds or N_STATES:
         for rate in RATES:
             tell(f"{kind} at {rate / 1e6:.0f} Mbit/s")
             async with Hosts(network, leftovers, kind, bits_per_second=None, setup=SETUP) as hosts:

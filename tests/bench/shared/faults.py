@@ -9,16 +9,17 @@ import aiohttp
 
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Hosts
+from tests.bench.shared.hosts import Host, Hosts, Wanted
 from tests.bench.shared.network import HARNESS, Network
 from tests.bench.traces.chat import ChatFailed, chat
 from tests.bench.traces.session import Session, header
-from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
 
 N_REQUESTS = 50
 N_TURNS = 5
 ADDED_SECONDS = 0.020
+TWO_WRITERS = "two writers"
+"""Both hosts get each request at once, so that both upload what it leads to."""
 _PAUSE_SECONDS = 0.6
 """Enough for an idle slot to be saved, so that uploads meet the fault too."""
 
@@ -30,10 +31,9 @@ class Run:
     texts: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     n_failed: int = 0
-    n_harmed: int = 0
 
 
-async def measure_faults(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_faults(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table; both hosts serve each conversation by turns."""
     section = Section(
         f"Faults of the bucket, {N_REQUESTS} requests each on two hosts (tiny hybrid model)",
@@ -43,17 +43,17 @@ async def measure_faults(network: Network, leftovers: ExitStack, kinds: list[str
             *("first token, median", "without the tier", "added"),
         ),
     )
-    kind = (kinds or ["hybrid"])[0]
-    tell("without the tier")
-    alone = await _traffic(network, leftovers, kind, None)
-    for fault in (each for each in Fault if each is not Fault.NONE):
-        tell(f"fault: {fault.value}")
-        ours = await _traffic(network, leftovers, kind, fault)
+    kind = (wanted.kinds or ["hybrid"])[0]
+    for name in [*(each.value for each in Fault if each is not Fault.NONE), TWO_WRITERS]:
+        if not wanted.has(name):
+            continue
+        tell(f"fault: {name}")
+        ours, alone, n_harmed = await _side_by_side(network, leftovers, kind, name)
         n_wrong = sum(a != b for a, b in zip(ours.texts, alone.texts, strict=True))
         with_fault, without = median(ours.seconds), median(alone.seconds)
         added = with_fault - without
         section.add(
-            *(fault.value, ours.n_harmed, n_wrong, ours.n_failed),
+            *(name, n_harmed, n_wrong, ours.n_failed),
             *(f"{with_fault * 1e3:.0f} ms", f"{without * 1e3:.0f} ms", f"{added * 1e3:.0f} ms"),
             is_met=not n_wrong and not ours.n_failed and added <= ADDED_SECONDS,
         )
@@ -61,33 +61,39 @@ async def measure_faults(network: Network, leftovers: ExitStack, kinds: list[str
     return section
 
 
-async def _traffic(network: Network, leftovers: ExitStack, kind: str, fault: Fault | None) -> Run:
-    """Have conversations on two hosts; the fault comes after the first one, which goes well."""
+async def _side_by_side(
+    network: Network, leftovers: ExitStack, kind: str, name: str
+) -> tuple[Run, Run, int]:
+    """Have the same conversations with the tier and without, request by request, first one then the other.
+
+    The fault comes after the first conversation, which goes well. Return also how many requests to the
+    bucket it harmed.
+    """
+    ours, alone = Run(), Run()
     with ExitStack() as own:
-        hosts = Hosts(network, own, kind, bucket=Rclone if fault else None)
-        if fault:
-            assert hosts.bucket is not None
-            link = own.enter_context(FaultyLink(hosts.bucket.base_url, HARNESS))
-            hosts.reach_bucket_by(link.base_url)
-        async with hosts:
-            run = Run()
-            for request in range(-N_TURNS, N_REQUESTS):
-                if request == 0 and fault:
-                    link.harm(fault)
-                await _ask(hosts, request, run)
-            if fault:
-                run.n_harmed = link.n_harmed
-                link.heal()
-        return run
+        hosts, others = Hosts(network, own, kind), Hosts(network, own, kind, bucket=None)
+        assert hosts.bucket is not None
+        link = own.enter_context(FaultyLink(hosts.bucket.base_url, HARNESS))
+        hosts.reach_bucket_by(link.base_url)
+        async with hosts, others:
+            for number in range(-N_TURNS, N_REQUESTS):
+                if number == 0 and name != TWO_WRITERS:
+                    link.harm(Fault(name))
+                pairs = [(hosts, ours), (others, alone)]
+                for some, run in pairs[:: 1 if number % 4 < 2 else -1]:
+                    both = some.all if name == TWO_WRITERS else [some.all[number % 2]]
+                    await asyncio.gather(*(_ask(host, number, run) for host in both))
+                    await asyncio.sleep(_PAUSE_SECONDS)
+            link.heal()
+    return ours, alone, link.n_harmed
 
 
-async def _ask(hosts: Hosts, number: int, run: Run) -> None:
+async def _ask(host: Host, number: int, run: Run) -> None:
     conversation, turn = divmod(number, N_TURNS)
     session = Session(f"c{conversation}", header(400, 3000, n_tools=2), 1000 * (conversation + 2))
     for _ in range(turn):
         session.ask().answer()
     body = session.ask().request().body(max_tokens=16)
-    host = hosts.all[number % 2]
     try:
         async with aiohttp.ClientSession() as http:
             reply = await chat(http, host.base_url, body)
@@ -98,4 +104,3 @@ async def _ask(hosts: Hosts, number: int, run: Run) -> None:
         run.n_failed += reply is None
         run.texts.append(reply.text if reply else "")
         run.seconds.append(reply.first_token_seconds if reply else 0.0)
-    await asyncio.sleep(_PAUSE_SECONDS)

@@ -30,6 +30,17 @@ OPTIONS = ("--idle-save-seconds", "0.5", "--ahead-seconds", "0")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which models are measured, and how the rows begin that are; empty: as the part has it, and all."""
+
+    kinds: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    def has(self, row: str) -> bool:
+        return not self.rows or row.startswith(self.rows)
+
+
 class HostedServer(LlamaServer):
     """A llama-server in a host's network."""
 

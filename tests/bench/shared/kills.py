@@ -32,6 +32,7 @@ from proxy.store.store import CheckpointStore
 from tests.bench.moving import new_folder
 from tests.bench.progress import tell
 from tests.bench.section import Section
+from tests.bench.shared.hosts import Wanted
 from tests.bench.shared.network import HARNESS, Network
 from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Conditions, FaultyLink
@@ -116,7 +117,7 @@ async def _keep_working(directory: Path, url: str, rng: random.Random, told: Con
         await asyncio.gather(store_and_replace(), fetch())
 
 
-async def measure_kills(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_kills(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table; the numbers are of points, states and objects."""
     section = Section(
         f"A host killed at {N_POINTS} random points of its transfers (rclone, sealed)",

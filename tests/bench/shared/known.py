@@ -17,7 +17,7 @@ from proxy.shared import objects
 from tests.bench.moving import new_folder
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Host, Hosts
+from tests.bench.shared.hosts import Host, Hosts, Wanted
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import chat
 from tests.bench.traces.session import Session, header
@@ -29,7 +29,7 @@ N_TOKENS = 4000
 """Of each state's prompt: their hashes are what is read."""
 
 
-async def measure_known(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_known(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table: a fresh host and an old bucket."""
     section = Section(
         f"A bucket of {N_STATES:,} states, and a fresh proxy in a directory (tiny hybrid model)",

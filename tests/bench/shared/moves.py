@@ -9,7 +9,7 @@ import aiohttp
 from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import OPTIONS, Host, Hosts
+from tests.bench.shared.hosts import OPTIONS, Host, Hosts, Wanted
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import Reply, chat
 from tests.bench.traces.metrics import read_counters
@@ -34,7 +34,7 @@ async def counter(host: Host, name: str) -> float:
     return read_counters(await host.proxy.metrics()).get(name, 0.0)
 
 
-async def measure_moves(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_moves(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table: what a move takes, and what it must take."""
     section = Section(
         "The first token after a move (small hybrid model, 1 Gbit/s)",

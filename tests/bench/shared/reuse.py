@@ -10,7 +10,7 @@ import aiohttp
 
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Host, Hosts
+from tests.bench.shared.hosts import Host, Hosts, Wanted
 from tests.bench.shared.network import Network
 from tests.bench.traces.agents import agent
 from tests.bench.traces.chat import ChatFailed, chat
@@ -108,7 +108,7 @@ def affine(n_hosts: int) -> Route:
     return lambda number, _: number % n_hosts
 
 
-async def measure_reuse(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+async def measure_reuse(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table of evaluated tokens, with the tier and without."""
     section = Section(
         "A conversation that changes hosts (1 Gbit/s, tiny models)",
@@ -119,12 +119,14 @@ async def measure_reuse(network: Network, leftovers: ExitStack, kinds: list[str]
             *("with the tier", "ratio", "uploaded bytes / token spared"),
         ),
     )
-    for kind in kinds or MEMORIES:
+    for kind in wanted.kinds or MEMORIES:
         for what, trace, n_hosts, route, bar in (
             ("two, by turns", agent(), 2, alternating, BAR_ALTERNATING),
             ("four, at random", mixed(), N_HOSTS_MIXED, at_random, BAR_RANDOM),
             ("four, by client", mixed(), N_HOSTS_MIXED, affine, BAR_AFFINE),
         ):
+            if not wanted.has(what):
+                continue
             ran = {}
             for bucket in (None, Rclone):
                 tell(f"{what}, {kind}, {'with' if bucket else 'without'} the tier")
