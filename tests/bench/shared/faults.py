@@ -1,7 +1,7 @@
 """Each fault of a bucket under traffic: answers, failures, and what it costs until the first token."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -13,11 +13,16 @@ from tests.bench.shared.hosts import Host, Hosts, Wanted
 from tests.bench.shared.network import HARNESS, Network
 from tests.bench.traces.chat import ChatFailed, chat
 from tests.bench.traces.session import Session, header
+from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
 
 N_REQUESTS = 50
 N_TURNS = 5
+N_CHARACTERS = 5000
+"""Of each conversation's header: enough tokens to be worth a transfer."""
 ADDED_SECONDS = 0.020
+_AT_ONCE = 3
+"""So many faults are measured beside each other."""
 TWO_WRITERS = "two writers"
 """Both hosts get each request at once, so that both upload what it leads to."""
 _PAUSE_SECONDS = 0.6
@@ -31,6 +36,7 @@ class Run:
     texts: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     n_failed: int = 0
+    n_harmed: int = 0
 
 
 async def measure_faults(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
@@ -44,53 +50,62 @@ async def measure_faults(network: Network, leftovers: ExitStack, wanted: Wanted)
         ),
     )
     kind = (wanted.kinds or ["hybrid"])[0]
-    for name in [*(each.value for each in Fault if each is not Fault.NONE), TWO_WRITERS]:
-        if not wanted.has(name):
-            continue
-        tell(f"fault: {name}")
-        ours, alone, n_harmed = await _side_by_side(network, leftovers, kind, name)
-        n_wrong = sum(a != b for a, b in zip(ours.texts, alone.texts, strict=True))
-        with_fault, without = median(ours.seconds), median(alone.seconds)
-        added = with_fault - without
-        section.add(
-            *(name, n_harmed, n_wrong, ours.n_failed),
-            *(f"{with_fault * 1e3:.0f} ms", f"{without * 1e3:.0f} ms", f"{added * 1e3:.0f} ms"),
-            is_met=not n_wrong and not ours.n_failed and added <= ADDED_SECONDS,
-        )
-        tell(repr(section.rows[-1]))
+    names = [each.value for each in Fault if each is not Fault.NONE and wanted.has(each.value)]
+    groups = [names[i : i + _AT_ONCE] for i in range(0, len(names), _AT_ONCE)]
+    for group in [*groups, [TWO_WRITERS]] if wanted.has(TWO_WRITERS) else groups:
+        tell(f"faults: {', '.join(group)}")
+        *runs, alone = await _side_by_side(network, leftovers, kind, group)
+        for name, ours in zip(group, runs, strict=True):
+            n_wrong = sum(a != b for a, b in zip(ours.texts, alone.texts, strict=True))
+            with_fault, without = median(ours.seconds), median(alone.seconds)
+            added = with_fault - without
+            section.add(
+                *(name, ours.n_harmed, n_wrong, ours.n_failed),
+                *(f"{with_fault * 1e3:.0f} ms", f"{without * 1e3:.0f} ms", f"{added * 1e3:.0f} ms"),
+                is_met=not n_wrong and not ours.n_failed and added <= ADDED_SECONDS,
+            )
+            tell(repr(section.rows[-1]))
     return section
 
 
 async def _side_by_side(
-    network: Network, leftovers: ExitStack, kind: str, name: str
-) -> tuple[Run, Run, int]:
-    """Have the same conversations with the tier and without, request by request, first one then the other.
+    network: Network, leftovers: ExitStack, kind: str, names: list[str]
+) -> list[Run]:
+    """Have the same conversations with each fault and without the tier, request by request.
 
-    The fault comes after the first conversation, which goes well. Return also how many requests to the
-    bucket it harmed.
+    A fault comes after the first conversation, which goes well. The last result is without the tier.
     """
-    ours, alone = Run(), Run()
+    runs, links = [Run() for _ in (*names, "")], dict[str, FaultyLink]()
     with ExitStack() as own:
-        hosts, others = Hosts(network, own, kind), Hosts(network, own, kind, bucket=None)
-        assert hosts.bucket is not None
-        link = own.enter_context(FaultyLink(hosts.bucket.base_url, HARNESS))
-        hosts.reach_bucket_by(link.base_url)
-        async with hosts, others:
+        pairs = [
+            Hosts(network, own, kind, bucket=Rclone if name else None) for name in (*names, "")
+        ]
+        for name, hosts in zip(names, pairs, strict=False):
+            assert hosts.bucket is not None
+            links[name] = own.enter_context(FaultyLink(hosts.bucket.base_url, HARNESS))
+            hosts.reach_bucket_by(links[name].base_url)
+        async with AsyncExitStack() as started:
+            for hosts in pairs:
+                await started.enter_async_context(hosts)
             for number in range(-N_TURNS, N_REQUESTS):
-                if number == 0 and name != TWO_WRITERS:
-                    link.harm(Fault(name))
-                pairs = [(hosts, ours), (others, alone)]
-                for some, run in pairs[:: 1 if number % 4 < 2 else -1]:
-                    both = some.all if name == TWO_WRITERS else [some.all[number % 2]]
+                if number == 0:
+                    for name in set(names) - {TWO_WRITERS}:
+                        links[name].harm(Fault(name))
+                turn = list(zip(pairs, runs, strict=True))
+                for hosts, run in turn[:: 1 if number % 4 < 2 else -1]:
+                    both = hosts.all if names == [TWO_WRITERS] else [hosts.all[number % 2]]
                     await asyncio.gather(*(_ask(host, number, run) for host in both))
-                    await asyncio.sleep(_PAUSE_SECONDS)
-            link.heal()
-    return ours, alone, link.n_harmed
+                    await asyncio.sleep(_PAUSE_SECONDS / len(turn))
+            for name, run in zip(names, runs, strict=False):
+                run.n_harmed = links[name].n_harmed
+                links[name].heal()
+    return runs
 
 
 async def _ask(host: Host, number: int, run: Run) -> None:
     conversation, turn = divmod(number, N_TURNS)
-    session = Session(f"c{conversation}", header(400, 3000, n_tools=2), 1000 * (conversation + 2))
+    told = header(400 + conversation, N_CHARACTERS, n_tools=2)
+    session = Session(f"c{conversation}", told, 1000 * (conversation + 2))
     for _ in range(turn):
         session.ask().answer()
     body = session.ask().request().body(max_tokens=16)
