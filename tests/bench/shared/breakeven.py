@@ -1,7 +1,8 @@
 """Fetch or evaluate: what the planner chooses over states and link rates, and which is the faster one."""
 
-import asyncio
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from random import Random
 from statistics import median
 
 import aiohttp
@@ -10,96 +11,137 @@ from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.shared.hosts import OPTIONS, Host, Hosts, Wanted
-from tests.bench.shared.moves import DOWN, counter
+from tests.bench.shared.moves import counter
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import chat
 from tests.bench.traces.session import Session, header
 
-RATES = (5e6, 20e6, 100e6, 1e9)
-"""Bits per second of the link by which the second host reaches the bucket."""
+RATES = (5e6, 15e6, 50e6, 1e9)
+"""Bits per second of the links by which hosts reach the bucket."""
 N_STATES = {"full": 25, "hybrid": 25}
-LENGTHS = (600, 30_000)
-"""Characters of the shortest and the longest conversation."""
+LENGTHS = (4000, 14_000)
+"""Characters of the shortest and the longest conversation; shorter ones are not shared."""
 BAR_RIGHT, BAR_FACTOR = 0.9, 1.2
+EQUAL_FACTOR = 1.05
+"""Within it, either choice is right."""
+FETCHED = 'shared_states_total{direction="down"}'
 SETUP = Setup(n_threads=1, proxy_options=OPTIONS)
+ALWAYS = replace(SETUP, launcher=("tests.bench.shared.always", "serve"))
+_ONLY_DOWN = "url = {}, upload_bytes_per_day = 1"
+"""What a host fetched is not shared again: each host is to find what the first one stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The seconds to the first token by the planner's choice, and by either way."""
+
+    chosen: float
+    fetched: float
+    evaluated: float
+    did_fetch: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.chosen / min(self.fetched, self.evaluated)
+
+    @property
+    def is_right(self) -> bool:
+        return self.did_fetch == (self.fetched < self.evaluated) or self.ratio <= EQUAL_FACTOR
 
 
 async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table, a row for each model and rate."""
     section = Section(
-        "Fetch or evaluate (tiny models; 25 states of 150 to 8,000 tokens a row)",
+        "Fetch or evaluate (tiny models; 25 states of 1,100 to 4,000 tokens a row)",
         f"the faster one in at least {BAR_RIGHT:.0%}, and never more than {BAR_FACTOR} times its time",
         (
-            *("model", "link", "fetched", "the faster one chosen", "worst / the faster one"),
-            *("median: evaluate", "fetch", "as chosen"),
+            *(
+                "model",
+                "link",
+                "fetched",
+                "the faster one chosen",
+                "chosen / the faster one: worst",
+            ),
+            *("median", "median: evaluate", "fetch", "as chosen"),
         ),
     )
     for kind in wanted.kinds or N_STATES:
-        for rate in RATES:
-            tell(f"{kind} at {rate / 1e6:.0f} Mbit/s")
-            async with Hosts(network, leftovers, kind, bits_per_second=None, setup=SETUP) as hosts:
-                rows = await _states(hosts, rate, N_STATES.get(kind, 25))
-            faster = [min(anew, fetch) for anew, fetch, *_ in rows]
-            right = [
-                was_fetched == (fetch < anew) or chosen <= 1.05 * least
-                for (anew, fetch, chosen, was_fetched), least in zip(rows, faster, strict=True)
-            ]
-            worst = max(row[2] / least for row, least in zip(rows, faster, strict=True))
-            share = sum(right) / len(right)
-            medians = [median(row[i] for row in rows) for i in range(3)]
+        rates = [rate for rate in RATES if wanted.has(_in_words(rate))]
+        decisions = await _decide(network, leftovers, kind, rates)
+        for rate in rates:
+            made = decisions[rate]
+            share = sum(each.is_right for each in made) / len(made)
+            worst = max(each.ratio for each in made)
+            ways = (
+                [each.evaluated for each in made],
+                [each.fetched for each in made],
+                [each.chosen for each in made],
+            )
             section.add(
-                *(kind, f"{rate / 1e6:,.0f} Mbit/s", sum(row[3] for row in rows)),
-                *(f"{share:.0%}", f"{worst:.2f}", *(f"{each * 1e3:.0f} ms" for each in medians)),
+                *(kind, _in_words(rate), sum(each.did_fetch for each in made), f"{share:.0%}"),
+                *(f"{worst:.2f}", f"{median(each.ratio for each in made):.2f}"),
+                *(f"{median(seconds) * 1e3:.0f} ms" for seconds in ways),
                 is_met=share >= BAR_RIGHT and worst <= BAR_FACTOR,
             )
+            tell(repr(section.rows[-1]))
+            tell(" ".join(f"{e.chosen:.2f}/{e.fetched:.2f}/{e.evaluated:.2f}" for e in made))
     return section
 
 
-async def _states(
-    hosts: Hosts, rate: float, n_states: int
-) -> list[tuple[float, float, float, bool]]:
-    """Return for each state the seconds of evaluating, of fetching and of the choice, and which it was.
-
-    The seconds of fetching are bytes / rate and those of a local restore, whatever the planner chose.
-    """
-    here, there = hosts.all
-    step = (LENGTHS[1] - LENGTHS[0]) / (n_states - 1)
-    lengths = [LENGTHS[0] + round(i * step) for i in range(n_states)]
-    for i, length in enumerate(lengths):
-        await _ask(here, i, length, 1)
-    await hosts.settled()
-    there.machine.limit(rate)
-    rows = []
-    for i, length in enumerate(lengths):
-        before = await counter(there, DOWN)
-        chosen = await _ask(there, i, length, 2)
-        n_bytes = await counter(there, DOWN) - before
-        await there.proxy.settled()
-        anew = await _ask(there, 500 + i, length, 2)
-        rows.append((anew, chosen, n_bytes, length))
-        await there.proxy.settled()
-    sizes = {i: size for i, size in enumerate(_state_sizes(hosts, n_states))}
-    local = await _local_restore(there)
-    return [
-        (anew, 8 * (n_bytes or sizes[i]) / rate + local, chosen, n_bytes > 0)
-        for i, (anew, chosen, n_bytes, _) in enumerate(rows)
-    ]
+def _in_words(rate: float) -> str:
+    return f"{rate / 1e6:,.0f} Mbit/s"
 
 
-def _state_sizes(hosts: Hosts, n_states: int) -> list[int]:
-    """Return the sizes of the states that the first host has put there, in the order of their upload."""
-    assert hosts.tier is not None
-    names = sorted(name for name in hosts.tier.sizes() if name.endswith(".state"))
-    return [hosts.tier.sizes()[name] for name in names][:n_states]
+async def _decide(
+    network: Network, leftovers: ExitStack, kind: str, rates: list[float]
+) -> dict[float, list[Decision]]:
+    """Return the decisions at each rate; all three ways of a state are taken at nearly the same time."""
+    n_states, rng = N_STATES.get(kind, 25), Random(18)
+    step = (LENGTHS[1] / LENGTHS[0]) ** (1 / (n_states - 1))
+    lengths = [round(LENGTHS[0] * step**i) for i in range(n_states)]
+    rng.shuffle(lengths)
+    decisions: dict[float, list[Decision]] = {rate: [] for rate in rates}
+    async with AsyncExitStack() as started:
+        sender = Hosts(network, leftovers, kind, n_hosts=1, bits_per_second=None, setup=SETUP)
+        await started.enter_async_context(sender)
+        assert sender.tier is not None
+        tier = replace(sender.tier, url=_ONLY_DOWN.format(sender.tier.url))
+        alone = Hosts(network, leftovers, kind, n_hosts=1, bucket=None, setup=SETUP)
+        await started.enter_async_context(alone)
+        there = dict[float, list[Hosts]]()
+        for rate in rates:
+            there[rate] = [
+                Hosts(
+                    network,
+                    leftovers,
+                    kind,
+                    n_hosts=1,
+                    bits_per_second=rate,
+                    bucket=tier,
+                    setup=setup,
+                )
+                for setup in (SETUP, ALWAYS)
+            ]
+            for hosts in there[rate]:
+                await started.enter_async_context(hosts)
+        for i, length in enumerate(lengths):
+            await _ask(sender.all[0], i, length, 1)
+        await sender.settled()
+        for i, length in enumerate(lengths):
+            anew = await _ask(alone.all[0], i, length, 2)
+            for rate, (planner, always) in there.items():
+                chosen, did_fetch = await _fetching(planner.all[0], i, length)
+                fetched, _ = await _fetching(always.all[0], i, length)
+                decisions[rate].append(Decision(chosen, fetched, anew, did_fetch))
+    return decisions
 
 
-async def _local_restore(host: Host) -> float:
-    """Return the seconds to the first token behind a state that is restored from this host's directory."""
-    await _ask(host, 900, 8000, 1)
-    for other in (901, 902):
-        await _ask(host, other, 600, 1)
+async def _fetching(host: Host, number: int, length: int) -> tuple[float, bool]:
+    """Return the seconds to the first token, and whether a state was fetched."""
+    before = await counter(host, FETCHED)
+    seconds = await _ask(host, number, length, 2)
     await host.proxy.settled()
-    return await _ask(host, 900, 8000, 2)
+    return seconds, await counter(host, FETCHED) > before
 
 
 async def _ask(host: Host, number: int, length: int, turn: int) -> float:
@@ -107,7 +149,7 @@ async def _ask(host: Host, number: int, length: int, turn: int) -> float:
     for _ in range(turn - 1):
         session.ask().answer()
     async with aiohttp.ClientSession() as http:
-        body = session.ask().request().body()
+        body = session.ask().request().body(max_tokens=4)
         seconds = (await chat(http, host.base_url, body)).first_token_seconds
-    await asyncio.sleep(0.05)
+    await host.proxy.settled()
     return seconds

@@ -167,7 +167,7 @@ class Hosts:
         n_hosts: int = 2,
         size: str = "tiny",
         bits_per_second: float | None = 1e9,
-        bucket: type[Bucket] | Path | None = Rclone,
+        bucket: type[Bucket] | Tier | Path | None = Rclone,
         setup: Setup | None = None,
     ) -> None:
         self._own = leftovers.enter_context(ExitStack())
@@ -175,6 +175,8 @@ class Hosts:
         self.tier: Tier | None = None
         if isinstance(bucket, Path):
             self.tier = Tier(f"file://{bucket}", {}, "")
+        elif isinstance(bucket, Tier):
+            self.tier = bucket
         elif bucket:
             machine = network.attach()
             self.bucket = bucket(new_folder(self._own) / "bucket", machine.address, machine.inside)

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Host, Hosts, Wanted
+from tests.bench.shared.hosts import OPTIONS, Host, Hosts, Wanted
 from tests.bench.shared.network import Network
-from tests.bench.traces.agents import agent
+from tests.bench.traces.agents import agent, agent_requests
 from tests.bench.traces.chat import ChatFailed, chat
 from tests.bench.traces.crowds import mixed
 from tests.bench.traces.exact import exact_new_tokens
 from tests.bench.traces.play import Sent
 from tests.bench.traces.tokens import read_exchanges
-from tests.bench.traces.trace import Client, Message, Trace
+from tests.bench.traces.trace import Client, Message, Trace, one_client
 from tests.lab.buckets import Rclone
 from tests.lab.models import MEMORIES
 
@@ -29,6 +30,8 @@ STAGGER_SECONDS = 10.0
 """Clients come one after the other: a header that four hosts evaluate at once can come from nowhere."""
 THINK_SECONDS = 3.0
 """Between an answer and the next request of the same client: a tool runs, a person reads."""
+AHEAD = OPTIONS[:2]
+"""With `ahead_seconds` at its default."""
 BAR_ALTERNATING, BAR_RANDOM, BAR_AFFINE = 1.05, 1.10, 1.02
 
 
@@ -108,10 +111,34 @@ def affine(n_hosts: int) -> Route:
     return lambda number, _: number % n_hosts
 
 
+@dataclass(frozen=True)
+class Case:
+    """A row of the table for each model."""
+
+    name: str
+    trace: Trace
+    n_hosts: int
+    route: Callable[[int], Route]
+    bar: float
+    size: str = "tiny"
+    n_threads: int = 1
+    options: tuple[str, ...] = OPTIONS
+
+
+_THREE_TURNS = Trace("agent, three turns", (one_client(agent_requests("a", 100, 3)),))
+CASES = (
+    Case("two, by turns", agent(), 2, alternating, BAR_ALTERNATING),
+    Case("four, at random", mixed(), N_HOSTS_MIXED, at_random, BAR_RANDOM),
+    Case("four, by client", mixed(), N_HOSTS_MIXED, affine, BAR_AFFINE),
+    # Small models: what is evaluated ahead must take a second.
+    Case("ahead: two, by turns", _THREE_TURNS, 2, alternating, BAR_ALTERNATING, "small", 2, AHEAD),
+)
+
+
 async def measure_reuse(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table of evaluated tokens, with the tier and without."""
     section = Section(
-        "A conversation that changes hosts (1 Gbit/s, tiny models)",
+        "A conversation that changes hosts (1 Gbit/s)",
         f"evaluated / one exact cache for all hosts at most {BAR_ALTERNATING} when two hosts alternate, "
         f"{BAR_RANDOM} at random, {BAR_AFFINE} with affinity",
         (
@@ -120,27 +147,36 @@ async def measure_reuse(network: Network, leftovers: ExitStack, wanted: Wanted) 
         ),
     )
     for kind in wanted.kinds or MEMORIES:
-        for what, trace, n_hosts, route, bar in (
-            ("two, by turns", agent(), 2, alternating, BAR_ALTERNATING),
-            ("four, at random", mixed(), N_HOSTS_MIXED, at_random, BAR_RANDOM),
-            ("four, by client", mixed(), N_HOSTS_MIXED, affine, BAR_AFFINE),
-        ):
-            if not wanted.has(what):
-                continue
-            ran = {}
-            for bucket in (None, Rclone):
-                tell(f"{what}, {kind}, {'with' if bucket else 'without'} the tier")
-                hosts = Hosts(network, leftovers, kind, n_hosts=n_hosts, bucket=bucket)
-                async with hosts:
-                    ran[bucket] = await Play(hosts, route(n_hosts)).play(trace)
-            alone, ours = ran[None], ran[Rclone]
-            n_spared = alone.n_evaluated - ours.n_evaluated
-            per_token = f"{ours.n_uploaded_bytes / n_spared:,.0f}" if n_spared > 0 else "-"
-            section.add(
-                *(what, trace.name, kind, ours.n_prompt, ours.n_exact),
-                *(alone.n_evaluated, f"{alone.ratio:.3f}", ours.n_evaluated, f"{ours.ratio:.3f}"),
-                per_token,
-                is_met=ours.ratio <= bar,
-            )
-            tell(section.rows[-1].__repr__())
+        for case in CASES:
+            if wanted.has(case.name):
+                tell(f"{case.name}, {kind}")
+                ours = await _costs(network, leftovers, kind, case, Rclone)
+                alone = None  # of a single row, only what the tier makes of it
+                if not wanted.rows:
+                    alone = await _costs(network, leftovers, kind, case, None)
+                n_spared = alone.n_evaluated - ours.n_evaluated if alone else 0
+                per_token = f"{ours.n_uploaded_bytes / n_spared:,.0f}" if n_spared > 0 else "-"
+                section.add(
+                    *(
+                        case.name,
+                        case.trace.name,
+                        f"{case.size} {kind}",
+                        ours.n_prompt,
+                        ours.n_exact,
+                    ),
+                    *((alone.n_evaluated, f"{alone.ratio:.3f}") if alone else ("-", "-")),
+                    *(ours.n_evaluated, f"{ours.ratio:.3f}", per_token),
+                    is_met=ours.ratio <= case.bar,
+                )
+                tell(repr(section.rows[-1]))
     return section
+
+
+async def _costs(
+    network: Network, leftovers: ExitStack, kind: str, case: Case, bucket: type[Rclone] | None
+) -> Costs:
+    setup = Setup(n_threads=case.n_threads, proxy_options=case.options)
+    async with Hosts(
+        network, leftovers, kind, n_hosts=case.n_hosts, size=case.size, bucket=bucket, setup=setup
+    ) as hosts:
+        return await Play(hosts, case.route(case.n_hosts)).play(case.trace)
