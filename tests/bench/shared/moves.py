@@ -47,8 +47,10 @@ async def measure_moves(network: Network, leftovers: ExitStack, wanted: Wanted) 
     for n_tokens, n_times in LENGTHS.items():
         tell(f"{n_tokens} tokens move")
         async with Hosts(network, leftovers, "hybrid", size="small", setup=SETUP) as hosts:
-            runs = [await _move(hosts, n_tokens, i) for i in range(n_times)]
-        anew, moved, n_bytes, local, cpu = (median(each) for each in zip(*runs, strict=True))
+            sessions = [_session(n_tokens, i) for i in range(n_times)]
+            runs = [await _move(hosts, session) for session in sessions]
+            local = median(await _restore(hosts, sessions))
+        anew, moved, n_bytes, cpu = (median(each) for each in zip(*runs, strict=True))
         least = 8 * n_bytes / LINK + local
         section.add(
             *(n_tokens, f"{n_bytes / 1e6:.1f} MB", f"{anew:.2f} s", f"{moved:.2f} s"),
@@ -59,24 +61,34 @@ async def measure_moves(network: Network, leftovers: ExitStack, wanted: Wanted) 
     return section
 
 
-async def _move(hosts: Hosts, n_tokens: int, run: int) -> tuple[float, float, float, float, float]:
-    """Return the seconds of evaluating, moving; the bytes moved; the seconds of restoring, of the CPU."""
-    here, there = hosts.all
+def _session(n_tokens: int, run: int) -> Session:
     told = header(900 + run, int(n_tokens * _CHARACTERS_PER_TOKEN))
-    session = Session(f"move{n_tokens}-{run}", told, 70_000 + 100 * run).ask()
+    return Session(f"move{n_tokens}-{run}", told, 70_000 + 100 * run).ask()
+
+
+async def _move(hosts: Hosts, session: Session) -> tuple[float, float, float, float]:
+    """Return the seconds of evaluating and of moving; the bytes moved; the seconds of the CPU."""
+    here, there = hosts.all
     anew = (await first_token(here, session)).first_token_seconds
     await hosts.settled()
-
     before, cpu = await counter(there, DOWN), there.proxy.cpu_seconds()
     session.answer().ask()
     moved = (await first_token(there, session)).first_token_seconds
     n_bytes = await counter(there, DOWN) - before
     cpu = there.proxy.cpu_seconds() - cpu
     await hosts.settled()
+    return anew, moved, n_bytes, cpu
 
-    await first_token(there, Session("other", header(990 + run, 2000), 80_000).ask())
-    await hosts.settled()
-    session.answer().ask()
-    local = (await first_token(there, session)).first_token_seconds
-    await asyncio.sleep(0.5)
-    return anew, moved, n_bytes, local, cpu
+
+async def _restore(hosts: Hosts, sessions: list[Session]) -> list[float]:
+    """Return the seconds of the same requests at the host that stored their states; without the bucket."""
+    here, _ = hosts.all
+    assert hosts.bucket is not None
+    await asyncio.to_thread(hosts.bucket.stop)
+    # The slot is to hold nothing of them, and to be saved before the next one needs it.
+    seconds = []
+    for session in (Session("other", header(990, 2000), 80_000).ask(), *sessions):
+        seconds.append((await first_token(here, session)).first_token_seconds)
+        await here.proxy.settled()
+        await asyncio.sleep(1.0)
+    return seconds[1:]
