@@ -22,6 +22,9 @@ UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-8))
 FORGOTTEN_SECONDS = 600.0
 """After this time a slow link counts as unmeasured: otherwise it would never be tried again."""
 
+_TRIED_SHARE = 0.1
+"""A transfer that was begun in vain costs a request this share of what it takes without."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedLimits:
@@ -93,11 +96,13 @@ def _n_shared(prompt: Prompt, slot: Slot) -> int:
     return shared_tokens(slot.content, prompt.tokens, prompt.namespace)
 
 
-def is_still_in_time(
-    n_received: int, size_bytes: int, elapsed: float, limit_seconds: float
-) -> bool:
-    """Return whether a transfer with *n_received* bytes after *elapsed* seconds will likely end in time."""
-    return elapsed * size_bytes <= limit_seconds * n_received
+def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
+    """Return within what time a transfer must bring *n_bytes*, if all is to come within its limit.
+
+    The call itself and a share of the limit are spent in any case: by then a link has shown its rate.
+    """
+    share = max(_TRIED_SHARE, n_bytes / size_bytes)
+    return min(limit_seconds, link.call.seconds + share * limit_seconds)
 
 
 def spared_per_byte(checkpoint: Checkpoint, rates: Rates, link: Transfer) -> float:

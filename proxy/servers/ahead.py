@@ -39,7 +39,7 @@ class Ahead:
         self._max_seconds = max_seconds
         self._last: tuple[Process, Request] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._is_evaluating = False
+        self._is_evaluating = self._is_visit = False
 
     async def give_way(self, session: str) -> None:
         """Stop for a client's request; one of the same session waits until the piece under way is done."""
@@ -57,7 +57,12 @@ class Ahead:
             answer = request.answer
             # After a tool call no message of the user follows.
             is_last = answer is not None and answer.status == 200 and not answer.calls
-            self._last = (process, request) if is_last and request.keeps_text else None
+            # What is evaluated for a client that moves between machines is lost with its next move.
+            is_same_turn = request.kind is Kind.TOOL_TURN
+            was_fetched = request.shared.startswith("fetched")
+            self._is_visit = was_fetched or (self._is_visit and is_same_turn)
+            may_follow = is_last and request.keeps_text and not self._is_visit
+            self._last = (process, request) if may_follow else None
         if self._last and self._max_seconds and (self._task is None or self._task.done()):
             self._task = process.tasks.start(self._begin(*self._last))
 

@@ -23,7 +23,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
-READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
+READ_BYTES, LEAST_READ_BYTES = 4 << 20, 128 << 10
 _PART_BYTES = 8 << 20
 _NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
 
@@ -96,16 +96,19 @@ class Bucket:
                 return bytes(await reply.bytes_async())
 
     async def stream(
-        self, name: str, first_seconds: float, stall_seconds: float
+        self, name: str, least_bytes: int, first_seconds: float, stall_seconds: float
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a large object as it comes; raises Gone if it is not there.
+        """Yield nothing once a large object begins to come, then *least_bytes* and more at once.
+
+        Raises Gone if it is not there.
 
         Raises SharedStoreFault if it is not begun within *first_seconds*, or nothing comes for
         *stall_seconds*.
         """
         with self._translated():
             reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
-            stream = reply.stream(min_chunk_size=LEAST_READ_BYTES)
+            yield b""
+            stream = reply.stream(min_chunk_size=least_bytes)
             while (chunk := await self._next(stream, stall_seconds)) is not None:
                 yield bytes(chunk)
 

@@ -22,7 +22,7 @@ import xxhash
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim, Written
-from proxy.core.sharing import SharedLimits, is_still_in_time, spared_per_byte
+from proxy.core.sharing import SharedLimits, seconds_for, spared_per_byte
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.shared import objects
@@ -60,6 +60,7 @@ class Downloads:
             with self._remote.trying("fetch"), suppress(Gone):
                 if some is not None:
                     async with aclosing(self._stream(some)) as stream:
+                        await anext(stream)
                         await anext(stream, b"")
 
     async def fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
@@ -124,44 +125,54 @@ class Downloads:
 
     def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
         first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
-        name = self._remote.name(checkpoint, STATE)
-        return self._remote.bucket.stream(name, first_seconds, _STALL_SECONDS)
+        name, least = self._remote.name(checkpoint, STATE), _least_bytes(checkpoint)
+        return self._remote.bucket.stream(name, least, first_seconds, _STALL_SECONDS)
 
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
         began, n_received, held = time.monotonic(), 0, list[bytes]()
         opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
-        arrival = Arrival(path, checkpoint.content, opening)
+        arrival, link = Arrival(path, checkpoint.content, opening), self._remote.link
+        least, size = _least_bytes(checkpoint), checkpoint.size_bytes
         try:
             with self._remote.trying("fetch"):
-                async with aclosing(self._stream(checkpoint)) as stream:
+                until = began + seconds_for(least, size, limit_seconds, link)
+                async with (
+                    aclosing(self._stream(checkpoint)) as stream,
+                    asyncio.timeout_at(until) as time_left,
+                ):
                     async for chunk in stream:
                         held.append(chunk)
                         n_received += len(chunk)
                         self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
-                        elapsed, size = time.monotonic() - began, checkpoint.size_bytes
-                        if not is_still_in_time(n_received, size, elapsed, limit_seconds):
-                            return False
+                        next_seconds = seconds_for(n_received + least, size, limit_seconds, link)
+                        time_left.reschedule(began + next_seconds)
                         if sum(map(len, held)) >= READ_BYTES:
                             await asyncio.to_thread(arrival.take, b"".join(held))
                             held.clear()
             await asyncio.to_thread(arrival.take, b"".join(held))
             await asyncio.to_thread(arrival.end)
             return True
-        except asyncio.CancelledError:
+        except (TimeoutError, asyncio.CancelledError) as late:
             # A limit that is short for a store that is there is long for one that is silent.
-            silent_seconds = _SILENT_CALLS * self._remote.link.call.seconds
-            if not n_received and time.monotonic() - began > silent_seconds:
+            is_silent = not held and not n_received
+            if is_silent and time.monotonic() - began > _SILENT_CALLS * link.call.seconds:
                 self._remote.note_fault("fetch", "it does not answer")
+            if isinstance(late, TimeoutError):
+                return False
             raise
         finally:
-            n_bytes = n_received or LEAST_READ_BYTES
-            self._remote.note_transfer(n_bytes, time.monotonic() - began)
+            self._remote.note_transfer(n_received or least, time.monotonic() - began)
             arrival.close()
 
     async def _touch(self, checkpoint: Checkpoint) -> None:
         """Let the writer of a state know that somebody has read it."""
         with suppress(CacheFault), self._remote.trying("upload"):
             await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
+
+
+def _least_bytes(checkpoint: Checkpoint) -> int:
+    """Return how much of a state comes at once: little of a small one, so that its rate is soon known."""
+    return max(LEAST_READ_BYTES >> 3, min(LEAST_READ_BYTES, checkpoint.size_bytes >> 4))
 
 
 class Arrival:

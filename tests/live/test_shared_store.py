@@ -131,6 +131,18 @@ async def alternate(machines: Machines, **fields: Any) -> None:
     assert len(fetched) >= 3 and {record["chosen"] for record in fetched} == {"restore"}
 
 
+async def test_what_was_fetched_for_a_turn_is_not_gone_on_with_behind_its_answer(
+    start_machines: StartMachines,
+) -> None:
+    requests = agent_requests(3, 1, header=HEADER)
+    async with start_machines("hybrid", ahead_seconds=600.0) as machines:
+        goes_on = []
+        for number, messages in zip((0, 0, 1, 1, 1), requests, strict=False):
+            await machines.ask(number, messages)
+            goes_on.append(machines.rigs[number].running.pool.ahead._last is not None)
+        assert goes_on == [True, True, False, False, True]
+
+
 async def test_fault_of_the_shared_store_costs_no_request_its_answer(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink, monkeypatch: Any
 ) -> None:

@@ -393,6 +393,16 @@ async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: Fa
         assert len(b.store) == 0
 
 
+async def test_slow_link_is_found_out_soon_and_is_no_fault(start: Start, link: FaultyLink) -> None:
+    tokens = run_of(60_000)
+    async with start("a", S3) as a, start("b", S3) as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        link.harm(Fault.SLOW, only=".state")
+        assert await b.fetch(tokens, seconds=1.0) is None
+        assert b.fetches("late") == 1 and not b.degradations.kinds
+
+
 @pytest.mark.parametrize(
     "fault, only",
     [(Fault.FULL, ""), (Fault.FULL, ".meta"), (Fault.CUT_UPLOAD, ""), (Fault.SKEWED, "")],

@@ -14,7 +14,7 @@ from proxy.core.sharing import (
     believed,
     best_fetch,
     choose_deletions,
-    is_still_in_time,
+    seconds_for,
     spared_per_byte,
 )
 from proxy.core.slots import Empty
@@ -63,8 +63,13 @@ def test_nothing_is_fetched_that_is_here_or_gives_no_more() -> None:
 
 
 def test_transfer_is_given_up_once_it_would_come_too_late() -> None:
-    assert is_still_in_time(50, 100, elapsed=1.0, limit_seconds=2.0)
-    assert not is_still_in_time(49, 100, elapsed=1.0, limit_seconds=2.0)
+    quick = link(1e9, call_seconds=0.1)
+    assert seconds_for(50, 100, 2.0, quick) == pytest.approx(1.1)
+    assert seconds_for(100, 100, 2.0, quick) == 2.0, "no longer than its limit"
+
+
+def test_transfer_is_given_time_to_show_its_rate() -> None:
+    assert seconds_for(1, 100, 2.0, link(1e9)) == seconds_for(5, 100, 2.0, link(1e9)) == 0.2
 
 
 def test_slow_link_is_tried_again_after_a_while() -> None:
