@@ -58,9 +58,8 @@ class Ahead:
             # After a tool call no message of the user follows.
             is_last = answer is not None and answer.status == 200 and not answer.calls
             # What is evaluated for a client that moves between machines is lost with its next move.
-            is_same_turn = request.kind is Kind.TOOL_TURN
-            was_fetched = request.shared.startswith("fetched")
-            self._is_visit = was_fetched or (self._is_visit and is_same_turn)
+            is_visit = self._is_visit and request.kind is Kind.TOOL_TURN
+            self._is_visit = is_visit or request.shared.startswith("fetched")
             may_follow = is_last and request.keeps_text and not self._is_visit
             self._last = (process, request) if may_follow else None
         if self._last and self._max_seconds and (self._task is None or self._task.done()):
@@ -92,12 +91,8 @@ class Ahead:
 
     async def _evaluate(self, process: Process, request: Request) -> None:
         """Evaluate what comes next in the slot of a request, as far as that pays; raises CacheFault."""
-        account, prompt, chat, answer = (
-            request.account,
-            request.prompt,
-            request.chat,
-            request.answer,
-        )
+        account, prompt = request.account, request.prompt
+        chat, answer = request.chat, request.answer
         if not (account and prompt and chat and answer):
             return
         tokens = await process.reader.read_next(chat, answer.said(), request.headers)

@@ -34,7 +34,7 @@ STEP_TOKENS = 1024
 _TIME_DIGITS, _WRITER_DIGITS, _RANDOM_DIGITS = 12, 8, 16
 _NAME = re.compile(
     rf"{VERSION}/(?P<namespace>[0-9a-f]{{32}})/(?P<id>[0-9a-f]{{{_TIME_DIGITS}}}"
-    rf"-(?P<writer>[0-9a-f]{{{_WRITER_DIGITS}}})-[0-9a-f]{{{_RANDOM_DIGITS}}})\.(?P<kind>[a-z]+)"
+    rf"-[0-9a-f]{{{_WRITER_DIGITS}}}-[0-9a-f]{{{_RANDOM_DIGITS}}})\.(?P<kind>[a-z]+)"
 )
 
 
@@ -43,7 +43,6 @@ class Listed(NamedTuple):
 
     namespace: str
     id: str
-    writer: str
     kind: str
     size_bytes: int
     modified_at: float
@@ -57,12 +56,8 @@ def listed(path: str, size_bytes: int, modified_at: float) -> Listed | None:
     """Return what a name says, None if it is not one of ours."""
     if (found := _NAME.fullmatch(path)) is None:
         return None
-    namespace, shared_id, writer, kind = found.groups()
-    return Listed(namespace, shared_id, writer, kind, size_bytes, modified_at)
-
-
-def folder_of(namespace: str) -> str:
-    return f"{VERSION}/{namespace}"
+    namespace, shared_id, kind = found.groups()
+    return Listed(namespace, shared_id, kind, size_bytes, modified_at)
 
 
 def name_of(namespace: str, shared_id: str, kind: str) -> str:

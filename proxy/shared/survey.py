@@ -32,7 +32,7 @@ async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     found = defaultdict[tuple[str, str], list[Listed]](list)
     async for batch in bucket.list(objects.VERSION):
         for each in batch:
-            found[each.writer, each.namespace].append(each)
+            found[objects.writer_of(each.id), each.namespace].append(each)
     shares = list[tuple[Share, Owner | None]]()
     for (writer, namespace), listed in sorted(found.items()):
         if metas := [each for each in listed if each.kind == META]:

@@ -108,13 +108,12 @@ class Tier:
         return False
 
     async def _look(self, folder: str, is_full: bool) -> None:
-        after, found = None, dict[str, Found]()
+        under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
         known = set(self.remote.known) if is_full else set[CheckpointId]()
-        if not is_full:
-            since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
-            after = f"{objects.folder_of(folder)}/{since}"
+        since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
+        after = None if is_full else f"{under}/{since}"
         with self.remote.trying("list"):
-            async for batch in self.remote.bucket.list(objects.folder_of(folder), after):
+            async for batch in self.remote.bucket.list(under, after):
                 metas = (each for each in batch if each.kind == META)
                 new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
                 await self._read_metas(new)

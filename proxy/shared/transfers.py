@@ -48,18 +48,16 @@ class Downloads:
     @property
     def is_off(self) -> bool:
         """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
-        is_damaged = time.monotonic() < self._damaged_until
-        return is_damaged or self._remote.is_failing("list", "fetch")
+        return time.monotonic() < self._damaged_until or self._remote.is_failing("list", "fetch")
 
     async def find_out(self) -> None:
         """If a fetch has failed, try whether the beginning of a state can be read again."""
         if self._remote.is_failing("fetch"):
-            index = self._remote.index
-            known = (c for i in self._remote.known if (c := index.record(i)) is not None)
-            some = next((c for c in known if c.namespace), None)
+            known = map(self._remote.index.record, self._remote.known)
+            some = next((c for c in known if c and c.namespace), None)
             with self._remote.trying("fetch"), suppress(Gone):
                 if some is not None:
-                    async with aclosing(self._stream(some)) as stream:
+                    async with aclosing(self._stream(some, LEAST_READ_BYTES)) as stream:
                         await anext(stream)
                         await anext(stream, b"")
 
@@ -123,21 +121,23 @@ class Downloads:
         self._remote.tasks.start(self._touch(checkpoint))
         return committed
 
-    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
+    def _stream(self, checkpoint: Checkpoint, least: int) -> AsyncGenerator[bytes, None]:
         first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
-        name, least = self._remote.name(checkpoint, STATE), _least_bytes(checkpoint)
+        name = self._remote.name(checkpoint, STATE)
         return self._remote.bucket.stream(name, least, first_seconds, _STALL_SECONDS)
 
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
         began, n_received, held = time.monotonic(), 0, list[bytes]()
         opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
         arrival, link = Arrival(path, checkpoint.content, opening), self._remote.link
-        least, size = _least_bytes(checkpoint), checkpoint.size_bytes
+        size = checkpoint.size_bytes
+        # Little at once of a small state, so that its rate is soon known.
+        least = max(LEAST_READ_BYTES >> 3, min(LEAST_READ_BYTES, size >> 4))
         try:
             with self._remote.trying("fetch"):
                 until = began + seconds_for(least, size, limit_seconds, link)
                 async with (
-                    aclosing(self._stream(checkpoint)) as stream,
+                    aclosing(self._stream(checkpoint, least)) as stream,
                     asyncio.timeout_at(until) as time_left,
                 ):
                     async for chunk in stream:
@@ -168,11 +168,6 @@ class Downloads:
         """Let the writer of a state know that somebody has read it."""
         with suppress(CacheFault), self._remote.trying("upload"):
             await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
-
-
-def _least_bytes(checkpoint: Checkpoint) -> int:
-    """Return how much of a state comes at once: little of a small one, so that its rate is soon known."""
-    return max(LEAST_READ_BYTES >> 3, min(LEAST_READ_BYTES, checkpoint.size_bytes >> 4))
 
 
 class Arrival:
@@ -261,9 +256,8 @@ class Uploads:
         """Upload what waits, in at most so many *seconds*."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._is_busy or self._next() is not None:
-                    if self._remote.is_failing("upload"):
-                        break
+                is_failing = partial(self._remote.is_failing, "upload")
+                while not is_failing() and (self._is_busy or self._next() is not None):
                     self._wake.set()
                     await asyncio.sleep(0.02)
 
