@@ -15,7 +15,8 @@ from tests.lab.waiting import wait_until
 _NET = "10.77.0."
 HARNESS = f"{_NET}254"
 """The address of this process on the switch."""
-_BURST = "1mb"
+_BURST_SECONDS, _LEAST_BURST_BYTES = 1 / 125, 16 << 10
+"""A limited link passes so much at once: what the kernel's clock needs, and no whole state."""
 _LATENCY = "40ms"
 
 
@@ -33,7 +34,15 @@ class Machine:
         for command, device in ((("tc", "qdisc"), here), (there, "eth0")):
             subprocess.run([*command, "del", "dev", device, "root"], capture_output=True)
             if bits_per_second is not None:
-                rate = ("rate", f"{bits_per_second:.0f}bit", "burst", _BURST, "latency", _LATENCY)
+                burst = max(_LEAST_BURST_BYTES, int(bits_per_second / 8 * _BURST_SECONDS))
+                rate = (
+                    "rate",
+                    f"{bits_per_second:.0f}bit",
+                    "burst",
+                    f"{burst}",
+                    "latency",
+                    _LATENCY,
+                )
                 _run(*command, "replace", "dev", device, "root", "tbf", *rate)
 
 
