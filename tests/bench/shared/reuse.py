@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ THINK_SECONDS = 3.0
 """Between an answer and the next request of the same client: a tool runs, a person reads."""
 AHEAD = OPTIONS[:2]
 """With `ahead_seconds` at its default."""
+TOLD_TOKENS = 400
 BAR_ALTERNATING, BAR_RANDOM, BAR_AFFINE = 1.05, 1.10, 1.02
 
 
@@ -56,10 +58,12 @@ class Play:
     def __init__(self, hosts: Hosts, route: Route) -> None:
         self._hosts, self._route = hosts, route
         self._sent: list[Sent] = []
+        self._where: list[str] = []
         self._answers: dict[str, Message] = {}
 
     async def play(self, trace: Trace) -> Costs:
         """Play all stages, without the restarts between them; raises ChatFailed."""
+        self._began = time.monotonic()
         cpu = self._cpu_seconds()
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(connector=connector) as http:
@@ -70,19 +74,30 @@ class Play:
                 await self._hosts.settled()
         n_evaluated = await self._hosts.evaluated_tokens()
         exchanges = await asyncio.to_thread(read_exchanges, self._hosts.all[0].server, self._sent)
+        exact = exact_new_tokens(exchanges)
+        self._tell(exact)
         sizes = self._hosts.tier.sizes() if self._hosts.tier else {}
         return Costs(
             sum(len(exchange.prompt) for exchange in exchanges),
-            sum(exact_new_tokens(exchanges)),
+            sum(exact),
             n_evaluated,
             sum(sizes.values()),
             self._cpu_seconds() - cpu,
         )
 
+    def _tell(self, exact: list[int]) -> None:
+        """Say which requests evaluated much that was known."""
+        for sent, where, n_exact in zip(self._sent, self._where, exact, strict=True):
+            n_over = sent.reply.timings.get("prompt_n", 0) - n_exact if sent.reply else 0
+            if n_over >= TOLD_TOKENS:
+                tell(f"{sent.request.label} {where}: {n_over} tokens of {n_over + n_exact} known")
+
     async def _play_client(self, http: aiohttp.ClientSession, number: int, client: Client) -> None:
         await asyncio.sleep(number * STAGGER_SECONDS)
         for index, request in enumerate(client):
-            host: Host = self._hosts.all[self._route(number, index)]
+            chosen = self._route(number, index)
+            host: Host = self._hosts.all[chosen]
+            self._where.append(f"at host {chosen} after {time.monotonic() - self._began:.0f} s")
             sent = Sent(request, dict(self._answers))
             self._sent.append(sent)
             try:
