@@ -22,6 +22,7 @@ UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-8))
 FORGOTTEN_SECONDS = 600.0
 """After this time a slow link counts as unmeasured: otherwise it would never be tried again."""
 
+_LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
 _TRIED_SHARE = 0.1
 """A transfer that was begun in vain costs a request this share of what it takes without."""
 
@@ -103,6 +104,15 @@ def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Trans
     """
     share = max(_TRIED_SHARE, n_bytes / size_bytes)
     return min(limit_seconds, link.call.seconds + share * limit_seconds)
+
+
+def bytes_at_once(size_bytes: int, link: Transfer) -> int:
+    """Return in pieces of how many bytes a state is received: some on the slowest link, few on a quick one.
+
+    Each piece costs some tenths of a millisecond, and shows how fast the link is.
+    """
+    in_step = _STEP_SECONDS * link.bytes_per_second
+    return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, min(int(in_step), size_bytes >> 4)))
 
 
 def spared_per_byte(checkpoint: Checkpoint, rates: Rates, link: Transfer) -> float:

@@ -23,7 +23,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
-READ_BYTES, LEAST_READ_BYTES = 4 << 20, 128 << 10
+READ_BYTES = 4 << 20
 _PART_BYTES = 8 << 20
 _NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
 

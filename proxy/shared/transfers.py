@@ -22,11 +22,11 @@ import xxhash
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim, Written
-from proxy.core.sharing import SharedLimits, seconds_for, spared_per_byte
+from proxy.core.sharing import SharedLimits, bytes_at_once, seconds_for, spared_per_byte
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.shared import objects
-from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Gone
+from proxy.shared.bucket import READ_BYTES, Gone
 from proxy.shared.objects import META, STATE, USED
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.shared.sealing import Opening
@@ -57,7 +57,7 @@ class Downloads:
             some = next((c for c in known if c and c.namespace), None)
             with self._remote.trying("fetch"), suppress(Gone):
                 if some is not None:
-                    async with aclosing(self._stream(some, LEAST_READ_BYTES)) as stream:
+                    async with aclosing(self._stream(some)) as stream:
                         await anext(stream)
                         await anext(stream, b"")
 
@@ -121,47 +121,39 @@ class Downloads:
         self._remote.tasks.start(self._touch(checkpoint))
         return committed
 
-    def _stream(self, checkpoint: Checkpoint, least: int) -> AsyncGenerator[bytes, None]:
+    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
         first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
+        n_bytes = bytes_at_once(checkpoint.size_bytes, self._remote.link)
         name = self._remote.name(checkpoint, STATE)
-        return self._remote.bucket.stream(name, least, first_seconds, _STALL_SECONDS)
+        return self._remote.bucket.stream(name, n_bytes, first_seconds, _STALL_SECONDS)
 
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
-        began, n_received, held = time.monotonic(), 0, list[bytes]()
+        began, n_received, is_silent = time.monotonic(), 0, True
         opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
         arrival, link = Arrival(path, checkpoint.content, opening), self._remote.link
-        size = checkpoint.size_bytes
-        # Little at once of a small state, so that its rate is soon known.
-        least = max(LEAST_READ_BYTES >> 3, min(LEAST_READ_BYTES, size >> 4))
+        size, n_next = checkpoint.size_bytes, bytes_at_once(checkpoint.size_bytes, link)
+        until = began + seconds_for(n_next, size, limit_seconds, link)
         try:
             with self._remote.trying("fetch"):
-                until = began + seconds_for(least, size, limit_seconds, link)
-                async with (
-                    aclosing(self._stream(checkpoint, least)) as stream,
-                    asyncio.timeout_at(until) as time_left,
-                ):
-                    async for chunk in stream:
-                        held.append(chunk)
-                        n_received += len(chunk)
-                        self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
-                        next_seconds = seconds_for(n_received + least, size, limit_seconds, link)
-                        time_left.reschedule(began + next_seconds)
-                        if sum(map(len, held)) >= READ_BYTES:
-                            await asyncio.to_thread(arrival.take, b"".join(held))
-                            held.clear()
-            await asyncio.to_thread(arrival.take, b"".join(held))
+                async with aclosing(self._stream(checkpoint)) as stream:
+                    async with asyncio.timeout_at(until) as time_left:
+                        async for chunk in stream:
+                            is_silent, n_received = False, n_received + len(chunk)
+                            self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
+                            seconds = seconds_for(n_received + n_next, size, limit_seconds, link)
+                            time_left.reschedule(began + seconds)
+                            await asyncio.to_thread(arrival.take, chunk)
             await asyncio.to_thread(arrival.end)
             return True
         except (TimeoutError, asyncio.CancelledError) as late:
             # A limit that is short for a store that is there is long for one that is silent.
-            is_silent = not held and not n_received
             if is_silent and time.monotonic() - began > _SILENT_CALLS * link.call.seconds:
                 self._remote.note_fault("fetch", "it does not answer")
             if isinstance(late, TimeoutError):
                 return False
             raise
         finally:
-            self._remote.note_transfer(n_received or least, time.monotonic() - began)
+            self._remote.note_transfer(n_received or n_next, time.monotonic() - began)
             arrival.close()
 
     async def _touch(self, checkpoint: Checkpoint) -> None:

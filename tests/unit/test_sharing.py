@@ -12,6 +12,7 @@ from proxy.core.sharing import (
     HALF_LIFE_SECONDS,
     UNMEASURED,
     believed,
+    bytes_at_once,
     best_fetch,
     choose_deletions,
     seconds_for,
@@ -66,6 +67,14 @@ def test_transfer_is_given_up_once_it_would_come_too_late() -> None:
     quick = link(1e9, call_seconds=0.1)
     assert seconds_for(50, 100, 2.0, quick) == pytest.approx(1.1)
     assert seconds_for(100, 100, 2.0, quick) == 2.0, "no longer than its limit"
+
+
+def test_state_is_received_in_few_pieces_on_a_quick_link_and_in_small_ones_on_an_unknown_one() -> (
+    None
+):
+    assert bytes_at_once(1000 * MB, link(100e6)) == 2 * MB
+    assert bytes_at_once(1000 * MB, UNMEASURED) == bytes_at_once(1000 * MB, link(1e6)) == 64 << 10
+    assert bytes_at_once(16 * MB, link(100e6)) == MB, "a piece shows how fast the link is"
 
 
 def test_transfer_is_given_time_to_show_its_rate() -> None:
