@@ -5,26 +5,28 @@ must never know the kind of the store, or how a transfer is made.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.core.model import Candidate, Checkpoint, Prompt
-from proxy.core.plan import Situation, starts
+from proxy.core.plan import Situation, Start, starts
 from proxy.core.rates import Rates, Transfer, UnitCost
-from proxy.core.slots import Slot, shared_tokens
+from proxy.core.slots import shared_tokens
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 """A state in the shared store counts half if it was not read for this time."""
 
-UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-8))
-"""The assumed cost of a link before its first transfer: 100 MB/s."""
+UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-9))
+"""The assumed cost of a link before its first transfer: 1 GB/s."""
 
-FORGOTTEN_SECONDS = 600.0
-"""After this time a slow link counts as unmeasured: otherwise it would never be tried again."""
+_ENTER_SECONDS = 0.03
+"""How long it takes to enter a state that has arrived."""
+
+_TRIED_SHARE = 0.1
+"""A transfer that was begun in vain costs a request this share of what evaluating takes."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
-_TRIED_SHARE = 0.1
-"""A transfer that was begun in vain costs a request this share of what it takes without."""
+"""The sizes of the pieces of a transfer, and how long a link takes for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,9 @@ class Fetch:
         return self.seconds < self.limit_seconds
 
 
-def believed(link: Transfer, age_seconds: float) -> Transfer:
-    """Return the assumed cost of a link that was last measured *age_seconds* ago."""
-    is_slow = link.byte.seconds > UNMEASURED.byte.seconds
-    return UNMEASURED if is_slow and age_seconds > FORGOTTEN_SECONDS else link
-
-
 def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
     """Return how many tokens a prompt reuses without a fetch, and how many seconds it then takes."""
-    options = [o for s in _slots(now) for o in starts(prompt, now, s, _n_shared(prompt, s))]
-    best = min(options, key=lambda o: o.total_seconds)
+    best = min(_starts(prompt, now), key=lambda start: start.total_seconds)
     return best.n_reused, best.total_seconds
 
 
@@ -81,38 +76,49 @@ def best_fetch(
     n_without, without_seconds = seconds_without(prompt, now)
     there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))
     found = [
-        Fetch(c, link.seconds(c.checkpoint.size_bytes), without_seconds - start.total_seconds)
-        for slot in _slots(now)
-        for start in starts(prompt, there, slot, _n_shared(prompt, slot))
+        Fetch(
+            c,
+            _ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
+            without_seconds - start.total_seconds,
+        )
+        for start in _starts(prompt, there)
         if (c := start.restored) and start.n_reused > n_without
     ]
     return max(found, key=lambda fetch: fetch.limit_seconds - fetch.seconds, default=None)
 
 
-def _slots(now: Situation) -> tuple[Slot, ...]:
-    return tuple(slot for slot in now.slots if not slot.is_leased) or now.slots
-
-
-def _n_shared(prompt: Prompt, slot: Slot) -> int:
-    return shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+def _starts(prompt: Prompt, now: Situation) -> Iterator[Start]:
+    for slot in [slot for slot in now.slots if not slot.is_leased] or now.slots:
+        n_shared = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+        yield from starts(prompt, now, slot, n_shared)
 
 
 def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
-    """Return within what time a transfer must bring *n_bytes*, if all is to come within its limit.
+    """Return after how many seconds a transfer that has not brought *n_bytes* yet is given up.
 
-    The call itself and a share of the limit are spent in any case: by then a link has shown its rate.
+    A link has shown its rate after the call and a share of the limit. A transfer that will be later than
+    the limit by no more than that share goes on: evaluating after all would take longer still.
     """
-    share = max(_TRIED_SHARE, n_bytes / size_bytes)
-    return min(limit_seconds, link.call.seconds + share * limit_seconds)
+    share = max(_TRIED_SHARE, (1 + _TRIED_SHARE) * n_bytes / size_bytes)
+    return max(UNMEASURED.call.seconds, link.call.seconds) + share * limit_seconds
 
 
 def bytes_at_once(size_bytes: int, link: Transfer) -> int:
-    """Return in pieces of how many bytes a state is received: some on the slowest link, few on a quick one.
+    """Return in pieces of how many bytes a state is received; each costs time, and tells how fast it is."""
+    in_step = int(_STEP_SECONDS * link.bytes_per_second)
+    return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, min(in_step, size_bytes >> 4)))
 
-    Each piece costs some tenths of a millisecond, and shows how fast the link is.
+
+def after_transfer(link: Transfer, call_seconds: float, n_bytes: int, seconds: float) -> Transfer:
+    """Return the cost of a link that answered after *call_seconds*, and sent *n_bytes* in *seconds*.
+
+    A short transfer says little about the rate.
     """
-    in_step = _STEP_SECONDS * link.bytes_per_second
-    return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, min(int(in_step), size_bytes >> 4)))
+    weight = seconds / (seconds + _STEP_SECONDS)
+    byte = UnitCost(seconds / n_bytes, weight)
+    if link.byte.n_seen:
+        byte = link.byte.moved(byte.seconds / link.byte.seconds, 1.0, weight)
+    return Transfer(link.call.moved(call_seconds / link.call.seconds, 1.0, 1.0), byte)
 
 
 def spared_per_byte(checkpoint: Checkpoint, rates: Rates, link: Transfer) -> float:

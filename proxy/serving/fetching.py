@@ -72,7 +72,7 @@ async def _fetch(process: Process, tier: "Tier", prompt: Prompt, since: float) -
         if fetched is not None:
             process.tasks.start(_remove_superseded(process, fetched))
             return f"fetched {size}"
-        told = f"not fetched: {size} did not come in {seconds_in_words(fetch.limit_seconds)}"
+        told = f"not fetched: {size} would not come in {seconds_in_words(fetch.limit_seconds)}"
         if checkpoint.id in tier.remote.known:
             break  # it was too slow, or failed: a state that is gone has mostly made way for a newer one
         since = time.monotonic()

@@ -91,9 +91,8 @@ class Bucket:
     async def read(self, name: str) -> bytes:
         """Return a small object; raises Gone if it is not there."""
         with self._translated():
-            async with asyncio.timeout(_SILENT_SECONDS):
-                reply = await self._obstore.get_async(self._store, name)
-                return bytes(await reply.bytes_async())
+            reply = await _within(_SILENT_SECONDS, self._obstore.get_async(self._store, name))
+            return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
 
     async def stream(
         self, name: str, least_bytes: int, first_seconds: float, stall_seconds: float

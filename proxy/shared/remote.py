@@ -21,8 +21,8 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, keyed_tenant
 from proxy.core.rates import Transfer
-from proxy.core.sharing import UNMEASURED, believed
-from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
+from proxy.core.sharing import UNMEASURED, after_transfer
+from proxy.core.tokens import Namespace, TokenIds, hash_whole
 from proxy.errors import CacheFault, IndexDamaged, SharedStoreFault
 from proxy.health import Degradations, Faults
 from proxy.log import get_logger
@@ -41,6 +41,7 @@ _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
 _MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
+_MEASURED_SECONDS = 3600.0
 
 
 @dataclass(eq=False)
@@ -66,8 +67,9 @@ class Remote:
         self.known = set(self.index.ids())
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
-        self._link = self.index.value(_LINK, Transfer) or UNMEASURED
-        self._link_at = time.monotonic()
+        self.link = self.index.value(_LINK, Transfer) or UNMEASURED
+        self.measured_until = 0.0
+        """When to measure the link again: it may have changed."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
         self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
@@ -81,7 +83,7 @@ class Remote:
         await self.tasks.drain(0)
         self._thread.shutdown(wait=True)
         with suppress(CacheFault):
-            self.index.put_value(_LINK, self._link)
+            self.index.put_value(_LINK, self.link)
         self.index.close()
 
     # Names.
@@ -151,14 +153,10 @@ class Remote:
         n_faults = max(self._failing.get(operation, 0) for operation in operations)
         return backoff_seconds(n_faults) if n_faults else 0.0
 
-    @property
-    def link(self) -> Transfer:
-        """What a fetch takes, as far as it was measured."""
-        return believed(self._link, time.monotonic() - self._link_at)
-
-    def note_transfer(self, n_bytes: int, seconds: float) -> None:
-        """Learn from a fetch of *n_bytes*."""
-        self._link, self._link_at = self._link.after(n_bytes, seconds), time.monotonic()
+    def note_transfer(self, call_seconds: float, n_bytes: int, seconds: float) -> None:
+        """Learn from a transfer that answered after *call_seconds*, and sent *n_bytes* in *seconds*."""
+        self.measured_until = time.monotonic() + _MEASURED_SECONDS
+        self.link = after_transfer(self.link, call_seconds, n_bytes, seconds)
 
     # What is there.
 
@@ -172,10 +170,7 @@ class Remote:
         seed = objects.seed_of(folder)
         refused = {c.shared_id for c in self.store.quarantined if c.shared_id}
 
-        @cache
-        def digest(n_tokens: int) -> PrefixHash:
-            return hash_whole(seed, tokens, n_tokens)
-
+        digest = cache(partial(hash_whole, seed, tokens))
         reaching = self.index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
         for checkpoint_id, n_steps in reaching.items():
             record = self.index.record(checkpoint_id)

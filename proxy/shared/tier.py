@@ -26,9 +26,7 @@ _LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
 _UNSERVED_SECONDS = 0.5
 _OVERLAP_SECONDS = 600.0
 """Clocks that differ by less are no matter."""
-_READ_AT_ONCE = 32
-_MOST_META_BYTES = 4 << 20
-_MAX_NAMESPACES = 64
+_READ_AT_ONCE, _MOST_META_BYTES, _MAX_NAMESPACES = 32, 4 << 20, 64
 _ORPHAN_SECONDS = 3600.0
 _APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
 

@@ -9,6 +9,7 @@ again from its beginning under a new name.
 import asyncio
 import os
 import time
+from asyncio import timeout
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ from proxy.store.transfer import entered_as
 
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
+_TRIAL_SECONDS = 0.1
 _UPLOADED = "uploaded"
 
 
@@ -51,18 +53,21 @@ class Downloads:
         return time.monotonic() < self._damaged_until or self._remote.is_failing("list", "fetch")
 
     async def find_out(self) -> None:
-        """If a fetch has failed, try whether the beginning of a state can be read again."""
-        if self._remote.is_failing("fetch"):
-            known = map(self._remote.index.record, self._remote.known)
+        """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
+        remote = self._remote
+        if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
+            known = map(remote.index.record, remote.known)
             some = next((c for c in known if c and c.namespace), None)
-            with self._remote.trying("fetch"), suppress(Gone):
+            with remote.trying("fetch"), suppress(Gone):
                 if some is not None:
+                    until = time.monotonic() + _TRIAL_SECONDS
                     async with aclosing(self._stream(some)) as stream:
-                        await anext(stream)
-                        await anext(stream, b"")
+                        async for _ in stream:
+                            if time.monotonic() > until:
+                                break
 
     async def fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
-        """Return the local checkpoint that a shared state has become; None if not within the limit.
+        """Return the local checkpoint that a shared state has become; None if it comes much later.
 
         Whoever asks for a state that is on its way waits for it. Never raises a CacheFault.
         """
@@ -71,18 +76,15 @@ class Downloads:
             self._fetches[checkpoint.id] = fetching
             fetching.add_done_callback(lambda _: self._fetches.pop(checkpoint.id, None))
         with suppress(TimeoutError):
-            async with asyncio.timeout(limit_seconds):
+            async with timeout(seconds_for(1, 1, limit_seconds, self._remote.link)):
                 return await asyncio.shield(fetching)
         return None
 
     async def _fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
         result, why, fetched, began = "failed", "", None, time.monotonic()
         try:
-            async with asyncio.timeout(limit_seconds):
-                fetched = await self._receive(checkpoint, limit_seconds)
+            fetched = await self._receive(checkpoint, limit_seconds)
             result, self._n_damaged = ("done", 0) if fetched else ("late", self._n_damaged)
-        except TimeoutError:
-            result = "late"
         except Gone:
             result = "gone"
             await self._remote.forget(checkpoint)
@@ -96,10 +98,8 @@ class Downloads:
             self._remote.faults.record("share", error)
         self._remote.metrics.shared_fetches.labels(result).inc()
         seconds = round(time.monotonic() - began, 3)
-        size, name = checkpoint.size_bytes, checkpoint.shared_id
-        self._remote.log.info(
-            "fetched", result=result, id=name, size_bytes=size, seconds=seconds, why=why
-        )
+        told = {"result": result, "id": checkpoint.shared_id, "why": why}
+        self._remote.log.info("fetched", size_bytes=checkpoint.size_bytes, seconds=seconds, **told)
         return fetched
 
     async def _receive(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
@@ -121,40 +121,43 @@ class Downloads:
         self._remote.tasks.start(self._touch(checkpoint))
         return committed
 
-    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
-        first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
-        n_bytes = bytes_at_once(checkpoint.size_bytes, self._remote.link)
-        name = self._remote.name(checkpoint, STATE)
-        return self._remote.bucket.stream(name, n_bytes, first_seconds, _STALL_SECONDS)
+    async def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
+        """Yield a state as it comes, and learn from it how fast the link is."""
+        name, link = self._remote.name(checkpoint, STATE), self._remote.link
+        n_next, n_bytes = bytes_at_once(checkpoint.size_bytes, link), 0
+        first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * link.call.seconds)
+        began, begun_at = time.monotonic(), 0.0
+        stream = self._remote.bucket.stream(name, n_next, first_seconds, _STALL_SECONDS)
+        async with aclosing(stream):
+            try:
+                async for chunk in stream:
+                    begun_at, n_bytes = begun_at or time.monotonic(), n_bytes + len(chunk)
+                    yield chunk
+            finally:
+                if begun_at:
+                    seconds = time.monotonic() - begun_at
+                    self._remote.note_transfer(begun_at - began, n_bytes or n_next, seconds)
 
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
-        began, n_received, is_silent = time.monotonic(), 0, True
+        began, n_received, link = time.monotonic(), 0, self._remote.link
         opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
-        arrival, link = Arrival(path, checkpoint.content, opening), self._remote.link
+        arrival = Arrival(path, checkpoint.content, opening)
         size, n_next = checkpoint.size_bytes, bytes_at_once(checkpoint.size_bytes, link)
-        until = began + seconds_for(n_next, size, limit_seconds, link)
         try:
             with self._remote.trying("fetch"):
-                async with aclosing(self._stream(checkpoint)) as stream:
-                    async with asyncio.timeout_at(until) as time_left:
-                        async for chunk in stream:
-                            is_silent, n_received = False, n_received + len(chunk)
-                            self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
-                            seconds = seconds_for(n_received + n_next, size, limit_seconds, link)
-                            time_left.reschedule(began + seconds)
-                            await asyncio.to_thread(arrival.take, chunk)
+                async with aclosing(self._stream(checkpoint)) as stream, timeout(None) as left:
+                    async for chunk in stream:
+                        n_received += len(chunk)
+                        self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
+                        seconds = seconds_for(n_received + n_next, size, limit_seconds, link)
+                        left.reschedule(began + seconds)
+                        await asyncio.to_thread(arrival.take, chunk)
             await asyncio.to_thread(arrival.end)
-            return True
-        except (TimeoutError, asyncio.CancelledError) as late:
-            # A limit that is short for a store that is there is long for one that is silent.
-            if is_silent and time.monotonic() - began > _SILENT_CALLS * link.call.seconds:
-                self._remote.note_fault("fetch", "it does not answer")
-            if isinstance(late, TimeoutError):
-                return False
-            raise
+        except TimeoutError:
+            return False
         finally:
-            self._remote.note_transfer(n_received or n_next, time.monotonic() - began)
             arrival.close()
+        return True
 
     async def _touch(self, checkpoint: Checkpoint) -> None:
         """Let the writer of a state know that somebody has read it."""
@@ -247,7 +250,7 @@ class Uploads:
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with timeout(seconds):
                 is_failing = partial(self._remote.is_failing, "upload")
                 while not is_failing() and (self._is_busy or self._next() is not None):
                     self._wake.set()

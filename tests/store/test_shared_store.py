@@ -393,6 +393,19 @@ async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: Fa
         assert len(b.store) == 0
 
 
+async def test_link_is_measured_before_a_request_needs_it(start: Start) -> None:
+    tokens = run_of(60_000)
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        assert not b.tier.remote.link.bytes_per_second
+        await b.tier.downloads.find_out()
+        measured = b.tier.remote.link
+        assert measured.bytes_per_second and b.fetches("done") == 0
+        await b.tier.downloads.find_out()
+        assert b.tier.remote.link == measured, "only now and then"
+
+
 async def test_slow_link_is_found_out_soon_and_is_no_fault(start: Start, link: FaultyLink) -> None:
     tokens = run_of(60_000)
     async with start("a", S3) as a, start("b", S3) as b:
