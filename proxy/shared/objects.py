@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import (
     BLOCK_TOKENS,
@@ -163,4 +164,6 @@ def ends_beyond(checkpoint: Checkpoint, n_tokens: int) -> list[int]:
 def _ends_in(checkpoint: Checkpoint) -> set[int]:
     """Return at which lengths a request may leave a checkpoint."""
     cuts = {checkpoint.header, checkpoint.turn_start, *checkpoint.marks, *checkpoint.restore_points}
+    # An answer seldom comes back token for token, nor does the very end of the prompt before it.
+    cuts.add(checkpoint.n_prompt - CONTEXT_CHECKPOINT_MARGIN)
     return {n for n in cuts if 0 < n < checkpoint.n_tokens} | {checkpoint.n_tokens}

@@ -21,9 +21,8 @@ from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
 
-_LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
-"""How often what is new is listed, and how often everything."""
-_UNSERVED_SECONDS = 0.5
+_LOOK_SECONDS, _FULL_LOOK_SECONDS, _UNSERVED_SECONDS = 10.0, 900.0, 0.5
+"""How often what is new is listed, how often everything, and how soon again before a model is served."""
 _OVERLAP_SECONDS = 600.0
 """Clocks that differ by less are no matter."""
 _READ_AT_ONCE, _MOST_META_BYTES, _MAX_NAMESPACES = 32, 4 << 20, 64

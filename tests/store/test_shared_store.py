@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.rates import Rates, UnitCost
@@ -136,6 +137,13 @@ def objects_in(folder: Path) -> list[Path]:
 
 def content_of(machine: Machine, checkpoint: Checkpoint) -> bytes:
     return machine.store.files.path(checkpoint.file_name).read_bytes()
+
+
+async def test_prompt_behind_another_answer_finds_all_of_the_prompt_before(start: Start) -> None:
+    async with start("a") as a, start("b") as b:
+        await a.save(run_of(3000), n_prompt=2900)  # the last 100 were generated
+        (found,) = await b.find(branch(2898, 5000))
+        assert found.n_common == 2900 - CONTEXT_CHECKPOINT_MARGIN
 
 
 @pytest.mark.parametrize("sealing", [KEY, Sealing()], ids=["sealed", "plain"])
