@@ -1,7 +1,7 @@
 """A request asks the shared store before it waits for a slot.
 
-A state that is fetched is an ordinary checkpoint afterwards, so that the plan is made as ever. A request
-never waits longer for the transfer than evaluating would have taken.
+A state that is fetched is an ordinary checkpoint afterwards, so that the plan is made as ever. A transfer
+that would take longer than evaluating is given up as soon as that shows.
 """
 
 import asyncio

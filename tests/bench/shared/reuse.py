@@ -14,13 +14,13 @@ from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.shared.hosts import OPTIONS, Host, Hosts, Wanted
 from tests.bench.shared.network import Network
-from tests.bench.traces.agents import agent
+from tests.bench.traces.agents import agent, agent_requests
 from tests.bench.traces.chat import ChatFailed, chat
 from tests.bench.traces.crowds import mixed
 from tests.bench.traces.exact import exact_new_tokens
 from tests.bench.traces.play import Sent
 from tests.bench.traces.tokens import read_exchanges
-from tests.bench.traces.trace import Client, Message, Trace
+from tests.bench.traces.trace import Client, Message, Trace, one_client
 from tests.lab.buckets import Rclone
 from tests.lab.models import MEMORIES
 
@@ -140,12 +140,13 @@ class Case:
     options: tuple[str, ...] = OPTIONS
 
 
+_EIGHT_TURNS = Trace("agent, eight turns", (one_client(agent_requests("a", 100, 8)),))
 CASES = (
     Case("two, by turns", agent(), 2, alternating, BAR_ALTERNATING),
     Case("four, at random", mixed(), N_HOSTS_MIXED, at_random, BAR_RANDOM),
     Case("four, by client", mixed(), N_HOSTS_MIXED, affine, BAR_AFFINE),
     # Small models: what is evaluated ahead must take a second.
-    Case("ahead: two, by turns", agent(), 2, alternating, BAR_ALTERNATING, "small", 2, AHEAD),
+    Case("ahead: two, by turns", _EIGHT_TURNS, 2, alternating, BAR_ALTERNATING, "small", 2, AHEAD),
 )
 
 
