@@ -20,7 +20,7 @@ from tests.bench.traces.session import Session, header
 RATES = (10e6, 30e6, 100e6, 1e9)
 """Bits per second of the links by which hosts reach the bucket."""
 N_STATES = {"full": 25, "hybrid": 25}
-LENGTHS = (14_000, 56_000)
+LENGTHS = (8000, 32_000)
 """Characters of the shortest and the longest conversation: evaluating one takes some tenths of a second."""
 BAR_RIGHT, BAR_FACTOR = 0.9, 1.2
 EQUAL_FACTOR = 1.05
@@ -60,7 +60,7 @@ class Decision:
 async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
     """Return the table, a row for each model and rate."""
     section = Section(
-        "Fetch or evaluate (tiny models; 25 states of 4,000 to 16,000 tokens a row)",
+        "Fetch or evaluate (tiny models; 25 states of 2,300 to 9,000 tokens a row)",
         f"the faster one in at least {BAR_RIGHT:.0%}, and never more than {BAR_FACTOR} times its time",
         (
             *(
@@ -92,10 +92,6 @@ async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Want
                 is_met=share >= BAR_RIGHT and worst <= BAR_FACTOR,
             )
             tell(repr(section.rows[-1]))
-            told = (
-                f"{e.chosen:.2f}/{e.fetched:.2f}/{e.evaluated:.2f}{'!' * e.gave_up}" for e in made
-            )
-            tell(" ".join(told))
     return section
 
 
@@ -144,7 +140,9 @@ async def _decide(
                 chosen, did_fetch, gave_up = await _fetching(planner.all[0], i, length)
                 fetched, was_fetched, _ = await _fetching(always.all[0], i, length)
                 fetched = fetched if was_fetched else max(LIMIT_SECONDS, 2 * anew)
-                decisions[rate].append(Decision(chosen, fetched, anew, did_fetch, gave_up))
+                decided = Decision(chosen, fetched, anew, did_fetch, gave_up)
+                decisions[rate].append(decided)
+                tell(f"{_in_words(rate)}, {length:,} characters: {decided}")
     return decisions
 
 
