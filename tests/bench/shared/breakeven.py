@@ -131,6 +131,8 @@ async def _decide(
             ]
             for hosts in there[rate]:
                 await started.enter_async_context(hosts)
+                # Of a host that has never evaluated anything, nobody knows how fast it is.
+                await _ask(hosts.all[0], 800 + len(there), LENGTHS[1], 1)
         for i, length in enumerate(lengths):
             await _ask(sender.all[0], i, length, 1)
         await sender.settled()
