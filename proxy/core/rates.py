@@ -54,12 +54,12 @@ class UnitCost:
         """Return the part after a measurement was *miss* times the prediction.
 
         A miss beyond the largest step is an outlier or a lasting change: earlier measurements count half
-        from then on.
+        from then on. A default that makes up all of a prediction gives way to the first measurement at once.
         """
         certainty = 1 + min(self.n_seen, MEMORY)
         largest = MAX_STEP / certainty
         step = min(max(miss, 1 / largest), largest)
-        exponent = share * weight / certainty if self.n_seen else weight
+        exponent = share * weight / certainty if self.n_seen else max(share, weight)
         n_seen = self.n_seen + share * weight if step == miss else self.n_seen / 2
         return UnitCost(self.seconds * step**exponent, max(n_seen, 0.1))
 
