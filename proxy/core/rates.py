@@ -54,7 +54,7 @@ class UnitCost:
         """Return the part after a measurement was *miss* times the prediction.
 
         A miss beyond the largest step is an outlier or a lasting change: earlier measurements count half
-        from then on. A default that makes up all of a prediction gives way to the first measurement at once.
+        from then on. A default that makes up all of a prediction gives way to the first measurement.
         """
         certainty = 1 + min(self.n_seen, MEMORY)
         largest = MAX_STEP / certainty

@@ -28,7 +28,7 @@ def taught(*samples: tuple[int, int], times: int = 1, rates: Rates = Rates()) ->
 
 @pytest.mark.parametrize("tokens_per_second", [60, 700, 3000, 6000])
 def test_first_contact_tells_what_a_long_prompt_takes(tokens_per_second: float) -> None:
-    """Half a minute too many would have a fresh proxy wait for a transfer that is slower than evaluating."""
+    """Else a fresh proxy would wait for a transfer that is slower than evaluating."""
     rates = Rates().after_evaluation(0, 128, 0.01 + 128 / tokens_per_second)
     assert rates.evaluation_seconds(0, 7000) == pytest.approx(7000 / tokens_per_second, rel=0.5)
 
