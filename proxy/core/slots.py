@@ -50,6 +50,7 @@ class Empty:
     """The slot holds no tokens."""
 
     origin: Origin = EVALUATED
+    tenant: Namespace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,10 @@ class Known:
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
     is_aside: bool = False
+
+    @property
+    def tenant(self) -> Namespace:
+        return self.namespace
 
     @property
     def n_tokens(self) -> int:
@@ -264,6 +269,16 @@ class SlotTable(list[Slot]):
         if isinstance(content, Empty):
             slot.sources = ()
 
+    def refine(self, slot_id: SlotId, held: Content, content: Content) -> None:
+        """Record what a save told of the content *held*, unless the slot has another one by now.
+
+        A request that has the slot meanwhile goes on undisturbed.
+        """
+        if self[slot_id].content is held:
+            phase = self[slot_id].phase
+            self.set_content(slot_id, content)
+            self[slot_id].phase = phase
+
     def distrust(self, damaged: Collection[CheckpointId]) -> None:
         """Taint slots that derive from *damaged* checkpoints: free ones now, others when they change."""
         self._damaged.update(damaged)
@@ -344,8 +359,7 @@ def must_be_erased(
     """
     if isinstance(content, Empty):
         return False
-    owner = content.namespace if isinstance(content, Known) else content.tenant
-    if owner != namespace:
+    if content.tenant != namespace:
         return True
     n_restored = content.origin.n_restored
     if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
@@ -382,6 +396,17 @@ def cut_to(content: Known, n_tokens: int) -> Known:
         saved_points=tuple(p for p in content.saved_points if p <= n_tokens),
         conversation=b"",
     )
+
+
+def also_saved(
+    content: Content, namespace: Namespace, tokens: TokenIds, points: Collection[int]
+) -> Content:
+    """Return *content* with those restore points of a new file of *tokens* that lie within it."""
+    n_common = shared_tokens(content, tokens, namespace)
+    saved = {point for point in points if point <= n_common}
+    if not isinstance(content, Known) or saved.issubset(content.saved_points):
+        return content
+    return replace(content, saved_points=tuple(sorted(saved.union(content.saved_points))))
 
 
 def _within(n_tokens: int, n_cut: int) -> int:

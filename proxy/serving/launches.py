@@ -149,10 +149,8 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_runnin
     lost.
     """
     await outlast(process, lambda: [slot_id], n_tokens, is_running=is_running)
-    queue = process.queue
-    content = queue.table[slot_id].content
     # During a placement another request may be running there already.
-    if not queue.is_placing and is_write_back_due(process.rule, content):
+    if not process.queue.is_placing:
         await process.saves.write_back(slot_id)
 
 

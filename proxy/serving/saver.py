@@ -7,8 +7,8 @@ name until it is committed, so a half-checked file is garbage, and is swept.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from proxy.core.conditions import DegradationKind
@@ -32,17 +32,20 @@ from proxy.llama.client import Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
-from proxy.store.files import final_name_of, id_of
+from proxy.store.files import FileStamp, final_name_of, id_of
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
-    """A checked temporary file, its parts, and how long llama-server took to write its bytes."""
+    """A checked temporary file, its parts, and how long llama-server took to write its bytes.
+
+    The `stamp` is from before it was read: a file that has another one was changed since.
+    """
 
     file_name: str
     state: StateFile
     parts: tuple[FilePart, ...]
-    n_written: int
+    stamp: FileStamp
     seconds: float
 
     def checkpoint(
@@ -96,8 +99,7 @@ class Room:
     def _present(self) -> Present:
         return self._process.served.present(self._process)
 
-    @asynccontextmanager
-    async def for_slot(self, content: Content) -> AsyncIterator[str]:
+    def for_slot(self, content: Content) -> AbstractAsyncContextManager[str]:
         """Yield the name under which a slot that holds *content* is to be saved.
 
         On leaving, the file is deleted unless it was committed. Raises NoRoom before anything is saved.
@@ -108,8 +110,7 @@ class Room:
             self._replaced_by(content),
             spared_seconds=self._spared_seconds(content),
         )
-        async with self._reserved(claim) as name:
-            yield name
+        return self._reserved(claim)
 
     @asynccontextmanager
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
@@ -119,30 +120,38 @@ class Room:
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 
-    async def save(
-        self, slot_id: SlotId, name: str, on_written: Callable[[], None] = lambda: None
-    ) -> SavedSlot:
+    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+        """Have a slot saved as `write` does, and check the file as `check` does."""
+        return await self.check(name, *await self.write(slot_id, name))
+
+    async def write(self, slot_id: SlotId, name: str) -> tuple[Saved, float]:
         """Have a slot saved under a name that room was made for; the caller commits or deletes the file.
 
-        *on_written* is called when llama-server has written the file, before the file is checked.
-
-        The file's real size is learned, and more room is made if it is larger than expected. Raises
-        NoRoom, UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
-        SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
-        StoreFault if there is no store.
+        Returns llama-server's reply, and how many seconds it took. Raises UpstreamFault, and CannotCache
+        if llama-server does not save.
         """
-        process, began = self._process, time.monotonic()
+        began = time.monotonic()
         try:
-            reply = await process.upstream.save(slot_id, name)
+            reply = await self._process.upstream.save(slot_id, name)
         except UpstreamRefused as refusal:
             if refusal.status == 501:
                 raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
             if refusal.status == 403:  # another llama-prefix-cache
                 raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
             raise
-        seconds = time.monotonic() - began
-        on_written()
-        state, parts = await asyncio.to_thread(self._check, name, reply)
+        return reply, time.monotonic() - began
+
+    async def check(self, name: str, reply: Saved, seconds: float) -> SavedSlot:
+        """Check a file that llama-server has written; the slot may have other tokens by now.
+
+        The file's real size is learned, and more room is made if it is larger than expected. Raises
+        NoRoom, CannotCache if llama-server saves nothing that the proxy can read, SaveRejected if the file
+        is not what the reply says, StateFileMalformed if it is no state file, StoreFault if there is no
+        store.
+        """
+        process = self._process
+        saved = await asyncio.to_thread(self._checked, name, reply, seconds)
+        state = saved.state
         # True for all builds before July 2026, and needlessly for some later ones.
         process.upstream.keeps_points_of_others = state.version <= 2
         n_bytes = max(reply.n_written, state.size_bytes)  # a repair makes a file longer
@@ -152,19 +161,19 @@ class Room:
         process.rates = process.rates.after_save(reply.n_written, seconds)
         with self._refusals_told():
             await process.store.settle(name, state.size_bytes)
-        return SavedSlot(name, state, parts, reply.n_written, seconds)
+        return saved
 
-    def _check(self, name: str, reply: Saved) -> tuple[StateFile, tuple[FilePart, ...]]:
+    def _checked(self, name: str, reply: Saved, seconds: float) -> SavedSlot:
         files = self._process.store.files
         path = files.path(name)
         try:
-            n_bytes = path.stat().st_size
-            if n_bytes != reply.n_written:
-                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {n_bytes}")
+            stamp = files.stamp(name)
+            if stamp[1] != reply.n_written:
+                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
             if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
                 if files.edit(name, repair_window):
-                    state = read_state_file(path)
+                    stamp, state = files.stamp(name), read_state_file(path)
             parts = files.parts(name, state.part_sizes)
         except FileNotFoundError as error:
             detail = f"nothing came to {path.parent}"
@@ -174,7 +183,7 @@ class Room:
             raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
             raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
-        return state, parts
+        return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager
     async def _reserved(self, claim: Claim) -> AsyncIterator[str]:

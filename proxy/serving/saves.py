@@ -5,7 +5,7 @@ the holder of the slot's lease may save it. Every method leaves the table true, 
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -28,7 +28,15 @@ from proxy.core.saving import (
     points_of_others,
     select_points,
 )
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, believed_after_save
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    Unknown,
+    also_saved,
+    believed_after_save,
+)
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
 from proxy.errors import (
     CacheFault,
@@ -54,6 +62,7 @@ class SlotSaves:
         self._table = process.slots
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
+        self._turns = [asyncio.Lock() for _ in process.slots]
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
     def begin(
@@ -64,31 +73,19 @@ class SlotSaves:
         is_used: bool = False,
         is_just_predicted: bool = False,
     ) -> "asyncio.Future[None]":
-        """Begin to save a slot as `write_back` does; other requests can wait for the state.
+        """Begin to save a slot as `write_back` does.
 
         The future is done as soon as another request may have the slot: when llama-server has written the
         file, or, if that request uses what the slot holds (*is_used*), when the file was checked too. The
         file is committed beside that request.
         """
-        free = asyncio.get_running_loop().create_future()
-
-        def note_free(_: object = None) -> None:
-            if not free.done():
-                free.set_result(None)
-
-        async def save() -> Checkpoint | None:
-            with self._process.queue.announced(displaced_state(self._process, slot_id)):
-                return await self.write_back(
-                    slot_id,
-                    kind,
-                    is_used=is_used,
-                    is_just_predicted=is_just_predicted,
-                    on_free=note_free,
-                )
-
-        saving = self._process.tasks.start(save())
+        free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        work = self.write_back(
+            slot_id, kind, is_used=is_used, is_just_predicted=is_just_predicted, free=free
+        )
+        saving = self._process.tasks.start(work)
         self.under_way.add(saving)
-        saving.add_done_callback(note_free)
+        saving.add_done_callback(lambda _: _end(free))
         saving.add_done_callback(self.under_way.discard)
         return free
 
@@ -99,49 +96,55 @@ class SlotSaves:
         *,
         is_used: bool = True,
         is_just_predicted: bool = False,
-        on_free: Callable[[], None] = lambda: None,
+        free: "asyncio.Future[None] | None" = None,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
-        Never raises a CacheFault: a failed save hurts no request. *is_just_predicted* says that the request
-        which put the tokens there still has the slot. Other tokens in the file then mean that its prompt
-        was tokenized differently. From *on_free* on another request may have the slot; then the slot's
-        entry in the slot table is left alone.
+        Other requests can wait for the state. Never raises a CacheFault: a failed save hurts no request.
+        *is_just_predicted* says that the request which put the tokens there still has the slot. Other
+        tokens in the file then mean that its prompt was tokenized differently. Once *free* is done another
+        request may have the slot, and what the slot holds then is left alone. A slot is saved again only
+        when its last file is committed: a conversation's files are committed in order, and few wait for it.
         """
-        is_free = False
-
-        def note_free() -> None:
-            nonlocal is_free
-            is_free = True
-            on_free()
-
-        if not is_write_back_due(self._process.rule, self._table[slot_id].content):
-            return None
-        try:
-            with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
-                async with self._process.room.for_slot(self._table[slot_id].content) as name:
-                    await self._cut_back(slot_id)
-                    on_written = None if is_used else note_free
-                    done = await self._save(slot_id, name, is_just_predicted, on_written)
-                    note_free()
-                    return await self.commit(slot_id, kind, *done) if done else None
-        except NoRoom:
-            if not is_free:
-                before = self._table[slot_id].content
-                self._postponed[slot_id] = before, self._give_up(slot_id)
-            return None
-        except Exception as error:
-            # The request that needs the slot must not fail because the slot could not be saved.
-            if isinstance(error, UpstreamLost):
-                await self._process.quarantine_suspects(slot_id, is_saving=True)
-            self._metrics.saves.labels("failed").inc()
-            if isinstance(error, CacheFault):
-                self._process.faults.count("save")  # /health tells of it
-            else:
-                self._process.faults.record("save", error)
-            if not is_free:
-                self._give_up(slot_id)
-            return None
+        async with self._turns[slot_id]:
+            held = before = self._table[slot_id].content
+            if not is_write_back_due(self._process.rule, before):
+                return None
+            process, room = self._process, self._process.room
+            try:
+                announced = process.queue.announced(displaced_state(process, slot_id))
+                with announced, process.watching(DegradationKind.SAVES_FAIL, CacheFault):
+                    async with room.for_slot(before) as name:
+                        process.require_alive()
+                        before = held = await self._cut_back(slot_id)
+                        written = await room.write(slot_id, name)
+                        process.require_alive()
+                        held = self._give_up(slot_id)
+                        if not is_used:
+                            _end(free)
+                        saved = await room.check(name, *written)
+                        if why := self._contradiction(before, saved.state, is_just_predicted):
+                            tainted = replace(TAINTED, origin=before.origin)
+                            is_empty = not saved.state.tokens
+                            self._table.refine(slot_id, held, Empty() if is_empty else tainted)
+                            raise SaveRejected(why)
+                        _end(free)
+                        return await self.commit(slot_id, kind, saved, before, held)
+            except Exception as error:
+                if held is before:
+                    held = self._give_up(slot_id)
+                if isinstance(error, NoRoom):
+                    self._postponed[slot_id] = before, held
+                    return None
+                # The request that needs the slot must not fail because the slot could not be saved.
+                if isinstance(error, UpstreamLost):
+                    await process.quarantine_suspects(slot_id, is_saving=True)
+                self._metrics.saves.labels("failed").inc()
+                if isinstance(error, CacheFault):
+                    process.faults.count("save")  # /health tells of it
+                else:
+                    process.faults.record("save", error)
+                return None
 
     def take_up_postponed(self) -> None:
         """Make saves due again that there was no room for, where the slot still holds the same."""
@@ -153,93 +156,55 @@ class SlotSaves:
     def _give_up(self, slot_id: SlotId) -> Content:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
         content = self._table[slot_id].content
-        match content:
-            case Known():
-                content = replace(content, n_saved=content.n_tokens)
-            case Unknown():
-                content = replace(content, can_be_adopted=False)
+        if isinstance(content, Known):
+            content = replace(content, n_saved=content.n_tokens)
+        elif isinstance(content, Unknown):
+            content = replace(content, can_be_adopted=False)
         self._table.set_content(slot_id, content)
         return content
 
-    def _note(self, slot_id: SlotId, held: Content, content: Content) -> None:
-        """Note the *content* of a slot, unless the slot was used since it *held* what was saved."""
-        if self._table[slot_id].content is held:
-            self._table.set_content(slot_id, content)
-
-    async def _cut_back(self, slot_id: SlotId) -> None:
+    async def _cut_back(self, slot_id: SlotId) -> Content:
+        """Cut a slot back to what is useful in a file; return what it holds then."""
         content = self._table[slot_id].content
         if not isinstance(content, Known):
-            return
+            return content
         target = at_savable_point(self._process.rule, content)
         if target is None or target.n_tokens == content.n_tokens:
-            return
-        self._process.require_alive()
+            return content
         self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
         timings = await self._process.upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
         self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
         self._table.set_content(slot_id, target)
+        return target
 
-    async def _save(
-        self,
-        slot_id: SlotId,
-        name: str,
-        is_just_predicted: bool,
-        on_written: Callable[[], None] | None,
-    ) -> tuple[SavedSlot, Content, Content] | None:
-        """Save a slot as it stands and check the file; raises CacheFault.
-
-        Returns the file, what the slot held, and that content as it stands in the slot table now; None if
-        the slot had been cleared.
-        """
-        content = held = self._table[slot_id].content
-
-        def note_written() -> None:
-            nonlocal held
-            self._process.require_alive()
-            held = self._give_up(slot_id)
-            if on_written is not None:
-                on_written()
-
-        self._process.require_alive()
-        saved = await self._process.room.save(slot_id, name, note_written)
-        if not saved.state.tokens and self._process.clears_idle_slots:
-            # Its request ended just when another one started.
-            self._note(slot_id, held, Empty())
-            return None
-        try:
-            self._require_expected(content, saved.state, is_just_predicted)
-        except SaveRejected:
-            self._note(slot_id, held, TAINTED if saved.state.tokens else Empty())
-            raise
-        self._metrics.save_seconds.observe(saved.seconds)
-        return saved, content, held
-
-    def _require_expected(
+    def _contradiction(
         self, content: Content, state: StateFile, is_just_predicted: bool
-    ) -> None:
-        """Compare a saved file with the slot's expected content; raises SaveRejected if they differ."""
+    ) -> str | None:
+        """Return why a saved file is not what the slot was expected to hold; None if it is."""
         if state.n_media or -1 in state.tokens:
-            raise SaveRejected("the slot holds media")
+            return "the slot holds media"
         if not isinstance(content, Known):
-            return
+            return None
         if not state.tokens:
+            if self._process.clears_idle_slots:
+                return None  # its request ended just when another one started
             self._metrics.drift.inc()
             if self._process.clears_idle_slots is None:
                 self._process.note_clearing(clears=True)
-            raise SaveRejected("the slot was empty: something has cleared it since")
+            return "the slot was empty: something has cleared it since"
         if state.tokens[: len(content.tokens)] == content.tokens:
             self._process.n_believed_points = believed_after_save(
                 self._process.n_believed_points, content.restore_points, state.restore_points
             )
-            return
+            return None
         # Another client's request would hardly have left exactly as many tokens.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
             self._process.disable_shape(content.shape)
-            raise SaveRejected("the file's tokens are not those that were predicted")
+            return "the file's tokens are not those that were predicted"
         self._metrics.drift.inc()
-        raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
+        return "the slot was used by somebody else: all traffic must go through here"
 
     async def commit(
         self,
@@ -251,18 +216,20 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Commit the checked file of a slot that held *content*; None if nothing new is in it.
 
-        The slot's entry in the table is left alone if it is no longer *held*.
+        If the slot no longer holds *held*, it only learns which restore points the file has.
         """
-        state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
+        state, store = saved.state, self._process.store
+        namespace = content.tenant if self._process.can_cache else None
         if namespace is None or not state.tokens:
             if not state.tokens:
-                self._note(slot_id, held, Empty())
+                self._table.refine(slot_id, held, Empty())
             return None
+        self._metrics.save_seconds.observe(saved.seconds)
         relatives = list(store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
-            self._note(slot_id, held, _as_saved(content, namespace, state, None))
+            self._table.refine(slot_id, held, _as_saved(content, namespace, state))
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
@@ -271,10 +238,13 @@ class SlotSaves:
         family = family_of(new, state.tokens, relatives)
         title = title_of(new.title, family, relatives)
         new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
-        checkpoint = await store.commit(new, state.tokens)
+        checkpoint = await store.commit(new, state.tokens, saved.stamp)
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
-        self._note(slot_id, held, _as_saved(content, namespace, state, checkpoint))
+            told = replace(_as_saved(content, namespace, state), saved_points=())
+            self._table.refine(slot_id, held, told)
+        now, points = self._table[slot_id].content, checkpoint.restore_points
+        self._table.refine(slot_id, now, also_saved(now, namespace, state.tokens, points))
         rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
         if rule != self._process.rule:
             await self._process.learn_rule(rule)
@@ -309,14 +279,11 @@ class SlotSaves:
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()
-        kept_own = [point for point, donor_id in selection.items() if donor_id is None]
         donors = {c.checkpoint.id: c.checkpoint for c in relatives}
         try:
             with ExitStack() as kept:
-                for point, donor_id in selection.items():
-                    if donor_id is None:
-                        continue
-                    donor = donors[donor_id]
+                for point in selection.keys() - own:
+                    donor = donors[others[point]]
                     kept.enter_context(store.keep(donor))
                     try:
                         await store.verify(donor)
@@ -326,29 +293,19 @@ class SlotSaves:
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
                 # Copied points may make the file larger than it is: there must be room before.
-                n_more = len(kept_own) + len(grafted) - len(own)
+                mine = selection.keys() & own
+                n_more = len(mine) + len(grafted) - len(own)
                 n_most = saved.state.size_bytes + n_more * max(own.values())
                 await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
-                saved = await asyncio.to_thread(_select, store.files, saved, kept_own, grafted)
+                saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
         except StateFileMalformed as fault:
             self._process.faults.record("thin", fault)
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, selection.keys() <= set(saved.state.restore_points)
 
-    def _namespace_of(self, content: Content) -> Namespace | None:
-        if not self._process.can_cache:
-            return None
-        if isinstance(content, Known):
-            return content.namespace
-        if isinstance(content, Unknown) and content.can_be_adopted:
-            return content.tenant
-        return None
 
-
-def _as_saved(
-    content: Content, namespace: Namespace, state: StateFile, checkpoint: Checkpoint | None
-) -> Known:
+def _as_saved(content: Content, namespace: Namespace, state: StateFile) -> Known:
     """Return a slot's content as its file tells; the slot may have more points than the file."""
     old = content
     if not isinstance(old, Known):
@@ -359,7 +316,6 @@ def _as_saved(
         n_tail=0,
         restore_points=state.restore_points or old.restore_points,
         n_saved=len(state.tokens),
-        saved_points=checkpoint.restore_points if checkpoint else old.saved_points,
         n_points_at_most=len(state.restore_points) or old.n_points_at_most,
     )
 
@@ -371,4 +327,10 @@ def _select(
         saved.file_name,
         lambda path: select_context_checkpoints(Source(path, saved.parts), own, grafted),
     )
-    return replace(saved, state=read_state_file(files.path(saved.file_name)), parts=parts)
+    stamp, state = files.stamp(saved.file_name), read_state_file(files.path(saved.file_name))
+    return replace(saved, state=state, parts=parts, stamp=stamp)
+
+
+def _end(future: "asyncio.Future[None] | None") -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

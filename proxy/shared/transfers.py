@@ -109,12 +109,13 @@ class Downloads:
         try:
             if not await self._download(checkpoint, files.path(name), limit_seconds):
                 return None
+            stamp = files.stamp(name)
             state = await asyncio.to_thread(read_state_file, files.path(name))
             if len(state.tokens) != checkpoint.n_tokens:
                 raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
             await store.settle(name, checkpoint.size_bytes)
             entered = entered_as(checkpoint, name, checkpoint.namespace, state)
-            committed = await store.commit(replace(entered, is_fetched=True), state.tokens)
+            committed = await store.commit(replace(entered, is_fetched=True), state.tokens, stamp)
         finally:
             await store.discard(name)
         self._remote.metrics.shared_states.labels("down").inc()

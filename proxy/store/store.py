@@ -247,24 +247,35 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
             raise
 
-    async def commit(self, checkpoint: Checkpoint, tokens: TokenIds) -> Checkpoint:
+    async def commit(
+        self, checkpoint: Checkpoint, tokens: TokenIds, checked: FileStamp | None = None
+    ) -> Checkpoint:
         """Give the file of a checkpoint its final name, and enter the checkpoint.
 
-        Raises StoreFault if either fails, or if an ancestor of the state was found damaged meanwhile.
+        A file whose stamp has changed since it was *checked* counts as not verified. Raises StoreFault if
+        either fails, or if an ancestor of the state was found damaged meanwhile.
         """
-        if not self._damaged.isdisjoint(checkpoint.ancestors):
-            raise StoreFault("what the slot was restored from is damaged")
         hashes = hash_prefixes(checkpoint.namespace, tokens)
 
         def enter(stamp: FileStamp) -> None:
-            self._verification.verified[checkpoint.id] = stamp
+            if checked is None or stamp[:3] == checked[:3]:  # a new name changes the ctime
+                self._verification.verified[checkpoint.id] = stamp
             self.enter(checkpoint)
             self.note_devalued(hashes)
             self.note_read(checkpoint)
             self._budget.release(temporary_name_of(checkpoint.file_name))
+            if is_damaged():  # since the writing began
+                self.quarantine(checkpoint)
 
-        work = partial(self._directory.commit, checkpoint, tokens, hashes)
-        await self._write(work, then=enter)
+        def is_damaged() -> bool:
+            return not self._damaged.isdisjoint(checkpoint.ancestors)
+
+        if not is_damaged():
+            work = partial(self._directory.commit, checkpoint, tokens, hashes)
+            await self._write(work, then=enter)
+        if is_damaged():
+            await self.remove(checkpoint, Removal.BROKEN)
+            raise StoreFault("what the slot was restored from is damaged")
         await self._write_changed()
         self.on_commit(checkpoint)
         return checkpoint

@@ -8,10 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Checkpoint, SlotId
-from proxy.core.tokens import TokenIds
 from proxy.llama import client as llama_server
-from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -39,47 +36,6 @@ async def test_save_of_an_idle_slot_is_committed(start_rig: StartRig) -> None:
         assert rig.checkpoints == [("conversation", reply.n_prompt + 3)]
         assert rig.sample("saves_total", result="done") == 1
         assert rig.sample("checkpoints") == 1
-
-
-@pytest.fixture
-def commits_go_on(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Hold all commits until the event is set."""
-    go_on, commit = asyncio.Event(), CheckpointStore.commit
-
-    async def held(store: CheckpointStore, new: Checkpoint, tokens: TokenIds) -> Checkpoint:
-        await go_on.wait()
-        return await commit(store, new, tokens)
-
-    monkeypatch.setattr(CheckpointStore, "commit", held)
-    return go_on
-
-
-async def test_request_is_answered_while_what_it_displaced_is_committed(
-    start_rig: StartRig, commits_go_on: asyncio.Event
-) -> None:
-    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
-        await rig.chat("a")
-        assert (await rig.chat("b")).status == 200
-        assert rig.checkpoints == []
-        commits_go_on.set()
-        await until(lambda: rig.checkpoints)
-        assert (await rig.chat("a")).n_reused > 300
-
-
-async def test_conversation_goes_on_in_its_slot_while_its_state_is_committed(
-    start_rig: StartRig, commits_go_on: asyncio.Event
-) -> None:
-    async with start_rig(n_slots=1) as rig:
-        await rig.chat("a")
-        process = await rig.attached()
-        await until(lambda: process.saves.under_way and not process.slots[SlotId(0)].is_leased)
-        assert (await rig.chat("a", max_tokens=40)).n_reused > 300
-        assert (rig.checkpoints, rig.sample("drift_total")) == ([], 0)
-        commits_go_on.set()
-        await rig.settled()
-        [(_, n_tokens)] = rig.checkpoints
-        assert n_tokens > 340
-        assert rig.sample("saves_total", result="done") == 2
 
 
 @pytest.mark.parametrize("fault", FAULTY_SAVES)

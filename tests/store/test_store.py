@@ -28,10 +28,11 @@ from proxy.core.tokens import (
 )
 from proxy.errors import StateDamaged, StoreFault, StoreLocked
 from proxy.store.catalogue import Limits
-from proxy.store.files import StateFiles
+from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
 from proxy.store.store import CheckpointStore
+from tests.lab.waiting import until
 from tests.store.conftest import (
     BUDGET,
     NAMESPACE,
@@ -330,6 +331,32 @@ async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointS
     with pytest.raises(StoreFault, match="is damaged"):
         await store.commit(*new_state(store, run_of(700), ancestors=(second.id,)))
     assert store.lineage(third) == (first.id, third.id)
+
+
+async def test_state_goes_whose_ancestor_is_found_damaged_during_its_commit(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seals, may_go_on, seal = threading.Event(), threading.Event(), StateFiles.seal
+
+    def seal_late(files: StateFiles, temporary: str, final: str) -> FileStamp:
+        seals.set()
+        may_go_on.wait()
+        return seal(files, temporary, final)
+
+    first = await store.commit(*new_state(store, run_of(300)))
+    change(store.files.path(first.file_name), bytes(first.size_bytes))
+    second = new_state(store, run_of(400), ancestors=store.lineage(first))
+    monkeypatch.setattr(StateFiles, "seal", seal_late)
+    committing = asyncio.ensure_future(store.commit(*second))
+    await until(seals.is_set)
+    verifying = asyncio.ensure_future(store.verify(first))
+    await until(lambda: store.is_quarantined(first))
+    may_go_on.set()
+    with pytest.raises(StoreFault, match="is damaged"):
+        await committing
+    with pytest.raises(StateDamaged):
+        await verifying
+    assert (list(store), names_in(store.files.directory)) == ([], set())
 
 
 async def test_damaged_file_that_cannot_be_removed_is_offered_no_more(

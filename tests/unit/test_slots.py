@@ -1,5 +1,7 @@
 """What slots hold, what a prompt reuses of it, and who has the right to a slot."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +13,10 @@ from proxy.core.slots import (
     Empty,
     Known,
     Origin,
+    SlotPhase,
     SlotTable,
     Unknown,
+    also_saved,
     live_reuse,
     shared_tokens,
 )
@@ -122,6 +126,25 @@ def test_set_content_of_a_leased_slot_keeps_the_lease() -> None:
     table.lease(SlotId(0), now=1.0)
     table.set_content(SlotId(0), Unknown())
     assert table[SlotId(0)].is_leased
+
+
+def test_file_tells_of_the_restore_points_that_a_slot_has_in_common_with_it() -> None:
+    content = Known(branch(600, 900), NAMESPACE, saved_points=(100, 700))
+    told = also_saved(content, NAMESPACE, run_of(900), (300, 600, 896))
+    assert told == replace(content, saved_points=(100, 300, 600, 700))
+    assert also_saved(content, OTHER_NAMESPACE, run_of(900), (300,)) is content
+    assert also_saved(TAINTED, NAMESPACE, run_of(900), (300,)) is TAINTED
+
+
+def test_save_that_tells_of_a_slot_does_not_disturb_the_request_that_runs_there() -> None:
+    held = Known(run_of(10), NAMESPACE)
+    table = SlotTable([held])
+    table.lease(SLOT, 1.0)
+    table[SLOT].note_running()
+    table.refine(SLOT, held, told := replace(held, n_saved=10))
+    assert (table[SLOT].phase, table[SLOT].content) == (SlotPhase.RUNNING, told)
+    table.refine(SLOT, held, TAINTED)
+    assert table[SLOT].content is not TAINTED
 
 
 def test_forget_free_leaves_leased_slots_alone() -> None:

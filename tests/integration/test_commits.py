@@ -1,0 +1,307 @@
+"""What goes wrong between llama-server's write of a file and its commit, while its slot serves others."""
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.model import SlotId
+from proxy.core.slots import Known, SlotPhase
+from proxy.errors import NoRoom
+from proxy.llama.state_file import read_state_file
+from proxy.serving import saver
+from proxy.store.files import StateFiles
+from proxy.store.store import CheckpointStore
+from tests.fakes.faults import Faults, Gate
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.lab.waiting import HANG_SECONDS, until
+
+FIRST = SlotId(0)
+
+
+def hold_commits(monkeypatch: pytest.MonkeyPatch, n_calls: int | None = None) -> Gate:
+    """Hold the next *n_calls* commits, or all, until the gate is opened."""
+    gate, commit = Gate(n_calls), CheckpointStore.commit
+
+    async def held(store: CheckpointStore, *new: Any) -> Any:
+        await gate.arrive()
+        return await commit(store, *new)
+
+    monkeypatch.setattr(CheckpointStore, "commit", held)
+    return gate
+
+
+class HeldCheck:
+    """Holds the next check of a file that llama-server has written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may_go_on = threading.Event()
+        monkeypatch.setattr(saver, "read_state_file", self._read_late)
+        self.has_come = False
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+    def _read_late(self, path: Any) -> Any:
+        self.has_come = True
+        self._may_go_on.wait(HANG_SECONDS)
+        return read_state_file(path)
+
+
+@pytest.fixture
+def held_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldCheck]]:
+    """Let all checks go on in the end: a thread that waits would keep the test from ending."""
+    held: list[HeldCheck] = []
+    yield held
+    for check in held:
+        check.go_on()
+
+
+async def saves_failed(rig: Rig) -> None:
+    await until(lambda: rig.sample("saves_total", result="failed"))
+    await until(lambda: not rig.temporary_files())
+
+
+async def test_request_is_answered_while_what_it_displaced_is_committed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        commits = hold_commits(monkeypatch)
+        await rig.chat("a")
+        assert (await rig.chat("b")).status == 200
+        assert rig.checkpoints == []
+        commits.open()
+        await until(lambda: rig.checkpoints)
+        assert (await rig.chat("a")).n_reused > 300
+
+
+async def test_conversation_goes_on_in_its_slot_while_its_state_is_committed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        commits = hold_commits(monkeypatch)
+        await rig.chat("a")
+        process = await rig.attached()
+        await until(lambda: process.saves.under_way and not process.slots[FIRST].is_leased)
+        assert (await rig.chat("a", max_tokens=40)).n_reused > 300
+        assert (rig.checkpoints, rig.sample("drift_total")) == ([], 0)
+        commits.open()
+        await rig.settled()
+        [(_, n_tokens)] = rig.checkpoints
+        assert n_tokens > 340
+        assert rig.sample("saves_total", result="done") == 2
+
+
+async def test_file_that_is_rejected_after_its_slot_was_given_away_harms_nobody(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, held_checks: list[HeldCheck]
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        held_checks.append(check := HeldCheck(monkeypatch))
+        rig.server.faults.saves_other_tokens = True
+        # A request that begins with a token of the slot waits for the check: this one does not.
+        other = {"prompt": list(range(500, 900)), "n_predict": 4}
+        assert (await rig.post(COMPLETION, other)).n_reused == 0
+        await until(lambda: check.has_come)
+        rig.server.faults.saves_other_tokens = False
+        check.go_on()
+        await saves_failed(rig)
+        assert (rig.checkpoints, rig.sample("drift_total")) == ([], 1)
+        assert (await rig.post(COMPLETION, other)).n_reused == 399
+        await rig.chat("a")
+        await until(lambda: rig.checkpoints)
+        assert (await rig.post(COMPLETION, other)).n_reused == 399
+
+
+async def test_request_that_runs_is_not_disturbed_by_what_a_save_of_its_slot_tells(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits, process = hold_commits(monkeypatch), await rig.attached()
+        await process.saves.begin(FIRST)
+        chunks = rig.server.hold("chunk")
+        body = {"messages": question("a"), "stream": True, "max_tokens": 40}
+        streaming = asyncio.ensure_future(rig.post(CHAT, body))
+        await until(lambda: process.slots[FIRST].phase is SlotPhase.RUNNING)
+        commits.open()
+        await until(lambda: not process.saves.under_way)
+        content = process.slots[FIRST].content
+        assert isinstance(content, Known)
+        assert content.n_tail == 0  # the file has told the answer's tokens
+        assert process.slots[FIRST].phase is SlotPhase.RUNNING
+        chunks.open()
+        assert (await streaming).status == 200
+
+
+@pytest.mark.parametrize("fault", ["rejected", "not committed"])
+async def test_conversation_that_went_on_in_its_slot_is_saved_after_a_save_that_failed_late(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, held_checks: list[HeldCheck], fault: str
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        held_checks.append(check := HeldCheck(monkeypatch))
+        process = await rig.attached()
+        rig.server.faults.saves_other_tokens = fault == "rejected"
+        with monkeypatch.context() as full:
+            if fault != "rejected":
+                full.setattr(StateFiles, "seal", _fail)
+            await process.saves.begin(FIRST)
+            assert (await rig.chat("a", max_tokens=40)).n_reused > 300
+            check.go_on()
+            await saves_failed(rig)
+        rig.server.faults = Faults()
+        assert (await rig.chat("b")).status == 200
+        await until(lambda: rig.checkpoints)
+        assert (await rig.chat("a", max_tokens=40)).n_reused > 300
+
+
+def _fail(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def test_disk_that_is_full_at_the_commit_costs_the_next_request_nothing(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        with monkeypatch.context() as full:
+            full.setattr(StateFiles, "seal", _fail)
+            assert (await rig.chat("b")).status == 200
+            await saves_failed(rig)
+        assert await rig.reasons() == [DegradationKind.SAVES_FAIL]
+        assert rig.sample("requests_total", outcome="degraded") == 0
+        assert (await rig.chat("a")).n_reused <= 4  # which saves b
+        await until(lambda: rig.checkpoints)
+        assert await rig.reasons() == []
+        assert (await rig.chat("b")).n_reused > 300
+
+
+async def test_save_with_no_room_for_its_real_size_is_made_up_for(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise NoRoom("budget", "larger than expected")
+
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        with monkeypatch.context() as full:
+            full.setattr(CheckpointStore, "settle", refuse)
+            await process.saves.begin(FIRST)
+            await until(lambda: not process.saves.under_way)
+        process.saves.take_up_postponed()
+        await process.saves.begin(FIRST)
+        await until(lambda: not process.saves.under_way)
+        assert len(rig.checkpoints) == 1
+
+
+async def test_states_of_one_slot_are_committed_in_the_order_of_their_saves(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits, process = hold_commits(monkeypatch, 1), await rig.attached()
+        await process.saves.begin(FIRST)
+        reply = await rig.chat("a", max_tokens=40)
+        behind = rig.begin_chat("b")
+        await until(lambda: len(process.saves.under_way) == 2)
+        await asyncio.wait({behind}, timeout=0.3)  # time for the second to overtake, if it can
+        commits.open()
+        assert (await behind).status == 200
+        await until(lambda: not process.saves.under_way)
+        assert rig.checkpoints == [("conversation", reply.n_prompt + 39)]
+
+
+async def test_file_that_is_changed_before_its_commit_is_not_restored(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits = hold_commits(monkeypatch)
+        await rig.chat("b")
+        await commits.reached()
+        [name] = rig.temporary_files()
+        path = rig.server.directory / name
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        with path.open("r+b") as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        commits.open()
+        await until(lambda: rig.checkpoints)
+        assert (await rig.chat("a")).n_reused <= 4
+        assert rig.sample("restores_total", result="done") == 0
+
+
+async def test_state_of_a_process_that_ended_before_the_commit_is_kept(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits = hold_commits(monkeypatch, 1)
+        await rig.chat("b")
+        await commits.reached()
+        before = rig.process
+        rig.server.replace_process()
+        await until(lambda: rig.process not in (None, before))
+        assert (await rig.chat("c")).status == 200
+        commits.open()
+        await until(lambda: rig.checkpoints)
+        assert (await rig.chat("a")).n_reused > 300
+        assert rig.sample("saves_total", result="failed") == 0
+
+
+async def test_process_that_ends_while_it_writes_leaves_nothing(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        gate = rig.server.hold("save", n_calls=1)
+        behind = rig.begin_chat("b")
+        await gate.reached()
+        rig.server.replace_process()
+        gate.open()
+        assert (await behind).status == 200
+        await saves_failed(rig)
+        assert rig.checkpoints == []
+
+
+async def test_stop_waits_for_a_commit_beside_requests(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits = hold_commits(monkeypatch)
+        await rig.chat("b")
+        await commits.reached()
+        stopping = asyncio.ensure_future(rig.stop_proxy())
+        await asyncio.wait({stopping}, timeout=0.1)
+        assert not stopping.done()
+        commits.open()
+        await stopping
+        await rig.start_proxy()
+        assert len(rig.checkpoints) == 2
+        assert (await rig.chat("a")).n_reused > 300
+
+
+async def test_slot_that_went_on_learns_the_restore_points_of_its_file(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits, process = hold_commits(monkeypatch), await rig.attached()
+        await process.saves.begin(FIRST)
+        await rig.chat("a", max_tokens=40)
+        commits.open()
+        await until(lambda: not process.saves.under_way)
+        assert rig.running.store is not None
+        [checkpoint] = rig.running.store
+        content = process.slots[FIRST].content
+        assert isinstance(content, Known)
+        assert set(content.saved_points) & set(checkpoint.restore_points)
