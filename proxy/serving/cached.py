@@ -43,7 +43,8 @@ from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
 from proxy.tasks import Turn
 
-_FIRST_TOKEN_SECONDS = 0.02
+_FIRST_TOKEN_SECONDS = 0.2
+_LOOK_SECONDS = 0.01
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
 
@@ -348,10 +349,16 @@ class CachedRequest:
             self._reading = self._process.tasks.start(self._read_soon())
 
     async def _read_soon(self) -> None:
-        """Read the prompt, but give the first token a moment to come before."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
-                await self._is_awaited.wait()
+        """Read the prompt, but give the first token some time to come before.
+
+        llama-server would render the messages while it evaluates them, and the first token would wait.
+        """
+        ends_at = time.monotonic() + _FIRST_TOKEN_SECONDS
+        while not self._request.has_token() and time.monotonic() < ends_at:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._is_awaited.wait()
+                    break
         await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
