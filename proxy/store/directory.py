@@ -220,9 +220,12 @@ class StoreDirectory:
                 raise IndexDamaged(path, flaw)
             self.make_index_anew(flaw)
         elif (reason := self.index.rebuild_reason) is not None:
-            if self._states_without_entry() and not mends_index:
+            if not self._states_without_entry():
+                self.index.end_rebuild()  # a new directory
+            elif mends_index:
+                self._enter_states(reason)
+            else:
                 raise IndexDamaged(path, reason)
-            self._enter_states(reason)
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()

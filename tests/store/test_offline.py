@@ -18,6 +18,7 @@ from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import LOCK_NAME, StoreDirectory
 from proxy.store.files import StateFiles
+from proxy.store.index import Index
 from proxy.store.known_models import (
     model_names,
     namespace_of,
@@ -100,6 +101,12 @@ def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, director
 
 def problems(store: StoreDirectory) -> list[ProblemKind]:
     return [problem.kind for problem in examine(store, nothing)]
+
+
+def test_first_start_that_was_broken_off_is_no_damage(tmp_path: Path) -> None:
+    Index(tmp_path / "index").close()
+    with open_offline(tmp_path) as store:
+        assert problems(store) == []
 
 
 def test_whole_store_has_no_problems(store: StoreDirectory) -> None:
