@@ -75,9 +75,11 @@ class Launches:
     @property
     def is_save_coming(self) -> bool:
         """Whether a slot that is closing has yet to be saved, and the next start would empty it."""
-        return bool(self._process.clears_idle_slots) and any(
-            slot.phase is SlotPhase.CLOSING and is_write_back_due(self._process.rule, slot.content)
-            for slot in self._table
+        process = self._process
+        closing = (slot for slot in self._table if slot.phase is SlotPhase.CLOSING)
+        return bool(process.clears_idle_slots) and any(
+            is_write_back_due(process.rule, slot.content) or process.saves.is_saving(slot.id)
+            for slot in closing
         )
 
     async def clear_others(self) -> None:
@@ -151,7 +153,7 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_runnin
     await outlast(process, lambda: [slot_id], n_tokens, is_running=is_running)
     # During a placement another request may be running there already.
     if not process.queue.is_placing:
-        await process.saves.write_back(slot_id)
+        await process.saves.begin(slot_id)
 
 
 async def outlast(

@@ -146,6 +146,10 @@ class SlotSaves:
                     process.faults.record("save", error)
                 return None
 
+    def is_saving(self, slot_id: SlotId) -> bool:
+        """Return whether a save of a slot has begun and is not committed yet."""
+        return self._turns[slot_id].locked()
+
     def take_up_postponed(self) -> None:
         """Make saves due again that there was no room for, where the slot still holds the same."""
         for slot_id, (before, given_up) in self._postponed.items():

@@ -10,6 +10,7 @@ from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, next_question, question
 from tests.lab.waiting import until
+from tests.store.test_store import hold_writer
 
 MEMORIES = [Memory.ANY_PREFIX, Memory.RESTORE_POINTS, Memory.END_ONLY]
 
@@ -155,6 +156,26 @@ async def test_abandoned_prompt_is_saved_before_the_next_start(start_rig: StartR
         rig.server.faults.chunk_seconds = 0.0
         assert (await rig.chat("b")).status == 200
         assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        gate = rig.server.hold("save", n_calls=1)
+        async with rig.client.post(rig.base_url + CHAT, json=body("a", stream=True)) as reply:
+            await reply.content.readany()
+        await gate.reached()
+        assert rig.running.store is not None
+        go_on = hold_writer(rig.running.store)
+        gate.open()
+        asked = []
+        for name in "ba":
+            asked.append(rig.begin_chat(name))
+            await asyncio.sleep(0.2)
+        go_on.set()
+        assert [(await each).n_reused for each in asked] == [0, 308]
 
 
 async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:

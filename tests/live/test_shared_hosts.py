@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import obstore
@@ -88,8 +88,9 @@ async def test_a_conversation_goes_on_at_the_other_host(
         kinds = {each["path"].rpartition(".")[2] for each in stored}
         assert {"state", "meta"} <= kinds
         for each in stored:  # nobody who has the bucket reads a word
-            found = bytes(obstore.get(open_bucket(pair.link.behind), each["path"]).bytes())
-            assert b"ggsq" not in found[:64] and b"full" not in found
+            with suppress(FileNotFoundError):  # a newer state has taken its place
+                found = bytes(obstore.get(open_bucket(pair.link.behind), each["path"]).bytes())
+                assert b"ggsq" not in found[:64] and b"full" not in found
 
 
 async def test_a_laptop_that_sleeps_is_missed_by_nobody(
