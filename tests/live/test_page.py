@@ -225,5 +225,5 @@ async def page_goes_on_when_the_proxy_comes_back(rig: Rig, page: Page) -> None:
 
 async def history_is_that_of_the_proxy_before(page: Page) -> None:
     await page.until("document.querySelector('#history .stack .reused')")
-    assert await page.run("document.querySelector('.figure .value').innerText") != "–"
+    await page.until("(document.querySelector('.figure .value')?.innerText ?? '–') != '–'")
     assert await page.run("document.querySelector('#welcome').hidden")
