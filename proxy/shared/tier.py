@@ -25,7 +25,9 @@ _LOOK_SECONDS, _FULL_LOOK_SECONDS, _UNSERVED_SECONDS = 10.0, 900.0, 0.5
 """How often what is new is listed, how often everything, and how soon again before a model is served."""
 _OVERLAP_SECONDS = 600.0
 """Clocks that differ by less are no matter."""
-_READ_AT_ONCE, _MOST_META_BYTES, _MAX_NAMESPACES = 32, 4 << 20, 64
+_READ_AT_ONCE = 32
+_MOST_META_BYTES = 4 << 20
+_MAX_NAMESPACES = 64
 _ORPHAN_SECONDS = 3600.0
 _APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
 

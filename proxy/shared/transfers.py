@@ -9,7 +9,6 @@ again from its beginning under a new name.
 import asyncio
 import os
 import time
-from asyncio import timeout
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -76,7 +75,7 @@ class Downloads:
             self._fetches[checkpoint.id] = fetching
             fetching.add_done_callback(lambda _: self._fetches.pop(checkpoint.id, None))
         with suppress(TimeoutError):
-            async with timeout(seconds_for(1, 1, limit_seconds, self._remote.link)):
+            async with asyncio.timeout(seconds_for(1, 1, limit_seconds, self._remote.link)):
                 return await asyncio.shield(fetching)
         return None
 
@@ -146,7 +145,10 @@ class Downloads:
         size, n_next = checkpoint.size_bytes, bytes_at_once(checkpoint.size_bytes, link)
         try:
             with self._remote.trying("fetch"):
-                async with aclosing(self._stream(checkpoint)) as stream, timeout(None) as left:
+                async with (
+                    aclosing(self._stream(checkpoint)) as stream,
+                    asyncio.timeout(None) as left,
+                ):
                     async for chunk in stream:
                         n_received += len(chunk)
                         self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
@@ -251,7 +253,7 @@ class Uploads:
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
         with suppress(TimeoutError):
-            async with timeout(seconds):
+            async with asyncio.timeout(seconds):
                 is_failing = partial(self._remote.is_failing, "upload")
                 while not is_failing() and (self._is_busy or self._next() is not None):
                     self._wake.set()

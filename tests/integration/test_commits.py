@@ -38,6 +38,17 @@ def hold_commits(monkeypatch: pytest.MonkeyPatch, n_calls: int | None = None) ->
     return gate
 
 
+async def displace_and_hold(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, n_calls: int | None = None
+) -> Gate:
+    """Have conversation b displace conversation a, and hold the commit of a's state."""
+    await rig.chat("a")
+    commits = hold_commits(monkeypatch, n_calls)
+    await rig.chat("b")
+    await commits.reached()
+    return commits
+
+
 class HeldCheck:
     """Holds the next check of a file that llama-server has written."""
 
@@ -224,10 +235,7 @@ async def test_file_that_is_changed_before_its_commit_is_not_restored(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
-        await rig.chat("a")
-        commits = hold_commits(monkeypatch)
-        await rig.chat("b")
-        await commits.reached()
+        commits = await displace_and_hold(rig, monkeypatch)
         [name] = rig.temporary_files()
         path = rig.server.directory / name
         content = bytearray(path.read_bytes())
@@ -245,10 +253,7 @@ async def test_state_of_a_process_that_ended_before_the_commit_is_kept(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
-        await rig.chat("a")
-        commits = hold_commits(monkeypatch, 1)
-        await rig.chat("b")
-        await commits.reached()
+        commits = await displace_and_hold(rig, monkeypatch, 1)
         before = rig.process
         rig.server.replace_process()
         await until(lambda: rig.process not in (None, before))
@@ -276,10 +281,7 @@ async def test_stop_waits_for_a_commit_beside_requests(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
-        await rig.chat("a")
-        commits = hold_commits(monkeypatch)
-        await rig.chat("b")
-        await commits.reached()
+        commits = await displace_and_hold(rig, monkeypatch)
         stopping = asyncio.ensure_future(rig.stop_proxy())
         await asyncio.wait({stopping}, timeout=0.1)
         assert not stopping.done()
