@@ -43,6 +43,8 @@ class Tier:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
         self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[bool]]] = {}
+        self._took_seconds: dict[str, float] = {}
+        """How long the last listing of what is new took in each namespace."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -85,16 +87,19 @@ class Tier:
             self._looks[folder, is_full] = time.monotonic(), look
         return look
 
-    def look_since(self, namespace: Namespace, moment: float) -> "asyncio.Task[bool] | None":
+    def look_since(
+        self, namespace: Namespace, moment: float, most_seconds: float
+    ) -> "asyncio.Task[bool] | None":
         """Return a listing that is under way, or that began at *moment* or later, for a request.
 
-        None if nothing can be fetched now.
+        None if nothing can be fetched now, or if the last listing took longer than *most_seconds*.
         """
         folder = "" if self.downloads.is_off else self.remote.folder(namespace)
         began, look = self._looks.get((folder, False), (0.0, None))
         if look is not None and began >= moment:
             return look
-        return self.look(folder) if folder else None
+        is_quick = self._took_seconds.get(folder, 0.0) <= most_seconds
+        return self.look(folder) if folder and is_quick else None
 
     async def _try(self, folder: str, is_full: bool) -> bool:
         try:
@@ -110,7 +115,7 @@ class Tier:
         under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
         known = set(self.remote.known) if is_full else set[CheckpointId]()
         since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
-        after = None if is_full else f"{under}/{since}"
+        after, began = None if is_full else f"{under}/{since}", time.monotonic()
         with self.remote.trying("list"):
             async for batch in self.remote.bucket.list(under, after):
                 metas = (each for each in batch if each.kind == META)
@@ -122,6 +127,8 @@ class Tier:
                     found[each.id] = kinds, n_bytes, max(at, each.modified_at)
         if is_full:
             await self._compare(folder, found, known)
+        else:
+            self._took_seconds[folder] = time.monotonic() - began
 
     async def _read_metas(self, new: list[Listed]) -> None:
         entries, left, apart = list[Entry](), iter(new), set[str]()
