@@ -64,6 +64,11 @@ def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
     return best.n_reused, best.total_seconds
 
 
+def seconds_to_fetch(size_bytes: int, link: Transfer) -> float:
+    """Return how many seconds it takes until a state is here."""
+    return _ENTER_SECONDS + link.seconds(size_bytes)
+
+
 def best_fetch(
     prompt: Prompt, now: Situation, remote: Sequence[Candidate], link: Transfer
 ) -> Fetch | None:
@@ -78,7 +83,7 @@ def best_fetch(
     found = [
         Fetch(
             c,
-            _ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
+            seconds_to_fetch(c.checkpoint.size_bytes, link),
             without_seconds - start.total_seconds,
         )
         for start in _starts(prompt, there)

@@ -12,7 +12,7 @@ from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, Prompt
 from proxy.core.plan import Situation, promising
 from proxy.core.rates import seconds_in_words
-from proxy.core.sharing import Fetch, best_fetch, seconds_without
+from proxy.core.sharing import Fetch, best_fetch, seconds_to_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, Request, tenant_of
@@ -85,7 +85,10 @@ async def _fetch(process: Process, tier: "Tier", prompt: Prompt, since: float) -
 async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) -> Fetch | None:
     """Return the best state to fetch, after a listing if what is still to evaluate is worth that."""
     now = situation(process, prompt)
-    fetch, (_, seconds) = _best(tier, prompt, now), seconds_without(prompt, now)
+    _, seconds = seconds_without(prompt, now)
+    if seconds <= seconds_to_fetch(0, tier.remote.link):
+        return None  # as most requests of a conversation that stays
+    fetch = _best(tier, prompt, now)
     if fetch is not None and fetch.is_worth_it:
         seconds += fetch.seconds - fetch.limit_seconds
     most_seconds = min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS)
