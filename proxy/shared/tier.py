@@ -42,9 +42,7 @@ class Tier:
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
-        self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[bool]]] = {}
-        self._took_seconds: dict[str, float] = {}
-        """How long the last listing of what is new took in each namespace."""
+        self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[float]]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -76,8 +74,8 @@ class Tier:
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 
-    def look(self, folder: str, *, is_full: bool = False) -> "asyncio.Task[bool]":
-        """List what is new in a namespace, and enter it; the result is whether that worked.
+    def look(self, folder: str, *, is_full: bool = False) -> "asyncio.Task[float]":
+        """List what is new in a namespace, and enter it; the result is the seconds it took, 0 if it failed.
 
         Whoever asks for the same while that is being done gets the same listing.
         """
@@ -89,33 +87,34 @@ class Tier:
 
     def look_since(
         self, namespace: Namespace, moment: float, most_seconds: float
-    ) -> "asyncio.Task[bool] | None":
+    ) -> "asyncio.Task[float] | None":
         """Return a listing that is under way, or that began at *moment* or later, for a request.
 
         None if nothing can be fetched now, or if the last listing took longer than *most_seconds*.
         """
         folder = "" if self.downloads.is_off else self.remote.folder(namespace)
         began, look = self._looks.get((folder, False), (0.0, None))
-        if look is not None and began >= moment:
+        if look is not None and (began >= moment or not look.done()):
             return look
-        is_quick = self._took_seconds.get(folder, 0.0) <= most_seconds
-        return self.look(folder) if folder and is_quick else None
+        is_slow = look is not None and not look.cancelled() and look.result() > most_seconds
+        return None if is_slow or not folder else self.look(folder)
 
-    async def _try(self, folder: str, is_full: bool) -> bool:
+    async def _try(self, folder: str, is_full: bool) -> float:
+        began = time.monotonic()
         try:
             await self._look(folder, is_full)
-            return True
+            return time.monotonic() - began
         except CacheFault as fault:
             self.remote.log.debug("listing failed", why=str(fault))
         except Exception as error:
             self.remote.faults.record("share", error)
-        return False
+        return 0.0
 
     async def _look(self, folder: str, is_full: bool) -> None:
         under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
         known = set(self.remote.known) if is_full else set[CheckpointId]()
         since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
-        after, began = None if is_full else f"{under}/{since}", time.monotonic()
+        after = None if is_full else f"{under}/{since}"
         with self.remote.trying("list"):
             async for batch in self.remote.bucket.list(under, after):
                 metas = (each for each in batch if each.kind == META)
@@ -127,8 +126,6 @@ class Tier:
                     found[each.id] = kinds, n_bytes, max(at, each.modified_at)
         if is_full:
             await self._compare(folder, found, known)
-        else:
-            self._took_seconds[folder] = time.monotonic() - began
 
     async def _read_metas(self, new: list[Listed]) -> None:
         entries, left, apart = list[Entry](), iter(new), set[str]()
