@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 from statistics import median
 
@@ -131,8 +132,11 @@ async def _decide(
             ]
             for hosts in there[rate]:
                 await started.enter_async_context(hosts)
-                # Of a host that has never evaluated anything, nobody knows how fast it is.
-                await _ask(hosts.all[0], 800 + len(there), LENGTHS[1], 1)
+        # Of a host that has never evaluated anything, nobody knows how fast it is; of one that has only
+        # evaluated something long, not how fast it is with the first tokens.
+        for number, length in enumerate(LENGTHS * 2):
+            for rate, each in product(rates, range(2)):
+                await _ask(there[rate][each].all[0], 800 + number, length, 1)
         for i, length in enumerate(lengths):
             await _ask(sender.all[0], i, length, 1)
         await sender.settled()
