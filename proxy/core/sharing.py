@@ -19,8 +19,8 @@ HALF_LIFE_SECONDS = 6 * 3600.0
 UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-9))
 """The assumed cost of a link before its first transfer: 1 GB/s."""
 
-_ENTER_SECONDS = 0.03
-"""How long it takes to enter a state that has arrived."""
+ENTER_SECONDS = 0.03
+"""How long it takes to enter a state that has arrived: no fetch takes less."""
 
 _TRIED_SHARE = 0.1
 """A transfer that was begun in vain costs a request this share of what evaluating takes."""
@@ -64,11 +64,6 @@ def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
     return best.n_reused, best.total_seconds
 
 
-def seconds_to_fetch(size_bytes: int, link: Transfer) -> float:
-    """Return how many seconds it takes until a state is here."""
-    return _ENTER_SECONDS + link.seconds(size_bytes)
-
-
 def best_fetch(
     prompt: Prompt, now: Situation, remote: Sequence[Candidate], link: Transfer
 ) -> Fetch | None:
@@ -83,7 +78,7 @@ def best_fetch(
     found = [
         Fetch(
             c,
-            seconds_to_fetch(c.checkpoint.size_bytes, link),
+            ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
             without_seconds - start.total_seconds,
         )
         for start in _starts(prompt, there)

@@ -12,7 +12,7 @@ from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, Prompt
 from proxy.core.plan import Situation, promising
 from proxy.core.rates import seconds_in_words
-from proxy.core.sharing import Fetch, best_fetch, seconds_to_fetch, seconds_without
+from proxy.core.sharing import ENTER_SECONDS, Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, Request, tenant_of
@@ -86,7 +86,7 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) 
     """Return the best state to fetch, after a listing if what is still to evaluate is worth that."""
     now = situation(process, prompt)
     _, seconds = seconds_without(prompt, now)
-    if seconds <= seconds_to_fetch(0, tier.remote.link):
+    if seconds <= ENTER_SECONDS:
         return None  # as most requests of a conversation that stays
     fetch = _best(tier, prompt, now)
     if fetch is not None and fetch.is_worth_it:

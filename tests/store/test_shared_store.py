@@ -406,6 +406,20 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         assert await b.fetch(tokens) is not None
 
 
+async def test_upload_that_a_stop_broke_off_is_made_at_the_next_start(
+    start: Start, link: FaultyLink
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", S3) as a:
+        link.harm(Fault.HUNG, only=".state")
+        await a.commit(tokens)
+        await until(lambda: link.n_harmed > 0)
+    link.heal()
+    async with start("a", S3) as a, start("b", S3) as b:
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        assert await b.find(tokens) and await b.fetch(tokens) is not None
+
+
 async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: FaultyLink) -> None:
     tokens = run_of(60_000)
     async with start("a", S3) as a, start("b", S3) as b:
