@@ -47,15 +47,25 @@ class Decision:
     gave_up: bool
 
     @property
+    def ways(self) -> tuple[float, float]:
+        """What the chosen way takes, the mean of both times, and what the other one takes."""
+        if self.did_fetch:
+            return (self.fetched + self.chosen) / 2, self.evaluated
+        return (
+            self.evaluated if self.gave_up else (self.evaluated + self.chosen) / 2
+        ), self.fetched
+
+    @property
     def is_right(self) -> bool:
-        ways = (self.fetched, self.evaluated) if self.did_fetch else (self.evaluated, self.fetched)
-        return ways[0] <= EQUAL_FACTOR * ways[1]
+        taken, other = self.ways
+        return taken <= EQUAL_FACTOR * other
 
     @property
     def ratio(self) -> float:
         """The time of the choice / that of the faster way; 1 if that is what was chosen."""
-        is_faster = self.is_right and not self.gave_up
-        return 1.0 if is_faster else self.chosen / min(self.fetched, self.evaluated)
+        if self.gave_up:
+            return self.chosen / min(self.fetched, self.evaluated)
+        return 1.0 if self.is_right else self.ways[0] / self.ways[1]
 
 
 async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
