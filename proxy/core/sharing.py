@@ -19,8 +19,8 @@ HALF_LIFE_SECONDS = 6 * 3600.0
 UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-9))
 """The assumed cost of a link before its first transfer: 1 GB/s."""
 
-_ENTER_SECONDS = 0.03
-"""How long it takes to enter a state that has arrived."""
+ENTER_SECONDS = 0.015
+"""How long it takes to sync and enter a state that has arrived: no fetch takes less."""
 
 _TRIED_SHARE = 0.1
 """A transfer that was begun in vain costs a request this share of what evaluating takes."""
@@ -78,7 +78,7 @@ def best_fetch(
     found = [
         Fetch(
             c,
-            _ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
+            ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
             without_seconds - start.total_seconds,
         )
         for start in _starts(prompt, there)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, Prompt
-from proxy.core.plan import promising
+from proxy.core.plan import Situation, promising
 from proxy.core.rates import seconds_in_words
-from proxy.core.sharing import Fetch, best_fetch, seconds_without
+from proxy.core.sharing import ENTER_SECONDS, Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, Request, tenant_of
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LOOK_SHARE, _MOST_LOOK_SECONDS = 0.05, 0.5
 """A request waits for a listing no longer than for this share of what it would take without."""
+_BESIDE_SECONDS = 0.05
+"""A listing that takes longer, as of a directory of many states, is begun only where it may spare more."""
 _LEAST_BYTES = 4 << 10
 """What has fewer tokens than a shared state has hardly more."""
 _MAX_TRIES = 2
@@ -30,7 +32,8 @@ _MAX_TRIES = 2
 def begin(process: Process, request: Request) -> None:
     """List what others have stored while a prompt is read that may be worth a transfer."""
     if process.tier and NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
-        process.tier.look_since(process.tenant_namespace(request.tenant), request.arrived_at)
+        namespace = process.tenant_namespace(request.tenant)
+        process.tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
 
 
 async def note_tenant(process: Process, request: Request, tenant: bytes) -> None:
@@ -81,20 +84,25 @@ async def _fetch(process: Process, tier: "Tier", prompt: Prompt, since: float) -
 
 async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) -> Fetch | None:
     """Return the best state to fetch, after a listing if what is still to evaluate is worth that."""
-    fetch, look = _best(process, tier, prompt), tier.look_since(prompt.namespace, since)
+    now = situation(process, prompt)
+    _, seconds = seconds_without(prompt, now)
+    if seconds <= ENTER_SECONDS:
+        return None  # as most requests of a conversation that stays
+    fetch = _best(tier, prompt, now)
+    if fetch is not None and fetch.is_worth_it:
+        seconds += fetch.seconds - fetch.limit_seconds
+    most_seconds = min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS)
+    look = tier.look_since(prompt.namespace, since, most_seconds)
     if look is not None and not look.done():
-        _, seconds = seconds_without(prompt, situation(process, prompt))
-        if fetch is not None and fetch.is_worth_it:
-            seconds += fetch.seconds - fetch.limit_seconds
-        await asyncio.wait([look], timeout=min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS))
-        fetch = _best(process, tier, prompt)
+        await asyncio.wait([look], timeout=most_seconds)
+        fetch = _best(tier, prompt, situation(process, prompt))
     return fetch
 
 
-def _best(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:
+def _best(tier: "Tier", prompt: Prompt, now: Situation) -> Fetch | None:
     found = tier.remote.find(prompt.namespace, prompt.tokens)
-    remote, _ = promising(process.rule, found, prompt.n_tokens)
-    return best_fetch(prompt, situation(process, prompt), remote, tier.remote.link)
+    remote, _ = promising(now.rule, found, prompt.n_tokens)
+    return best_fetch(prompt, now, remote, tier.remote.link)
 
 
 async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:

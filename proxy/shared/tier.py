@@ -35,6 +35,9 @@ Found = tuple[str, int, float]
 """The kinds of a state's objects, their bytes, and when the newest was written. Of a hundred thousand plain
 tuples without references the garbage collector takes no notice; other objects would stall the loop."""
 
+Look = asyncio.Task[float]
+"""A listing; its result is the seconds it took, 0 if it failed."""
+
 
 class Tier:
     """The shared store, and the work in its background."""
@@ -42,7 +45,7 @@ class Tier:
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
-        self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[bool]]] = {}
+        self._looks: dict[tuple[str, bool], tuple[float, Look]] = {}
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -74,8 +77,8 @@ class Tier:
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 
-    def look(self, folder: str, *, is_full: bool = False) -> "asyncio.Task[bool]":
-        """List what is new in a namespace, and enter it; the result is whether that worked.
+    def look(self, folder: str, *, is_full: bool = False) -> Look:
+        """List what is new in a namespace, and enter it.
 
         Whoever asks for the same while that is being done gets the same listing.
         """
@@ -85,26 +88,28 @@ class Tier:
             self._looks[folder, is_full] = time.monotonic(), look
         return look
 
-    def look_since(self, namespace: Namespace, moment: float) -> "asyncio.Task[bool] | None":
+    def look_since(self, namespace: Namespace, moment: float, most_seconds: float) -> Look | None:
         """Return a listing that is under way, or that began at *moment* or later, for a request.
 
-        None if nothing can be fetched now.
+        None if nothing can be fetched now, or if the last listing took longer than *most_seconds*.
         """
         folder = "" if self.downloads.is_off else self.remote.folder(namespace)
         began, look = self._looks.get((folder, False), (0.0, None))
-        if look is not None and began >= moment:
+        if look is not None and (began >= moment or not look.done()):
             return look
-        return self.look(folder) if folder else None
+        is_slow = look is not None and not look.cancelled() and look.result() > most_seconds
+        return None if is_slow or not folder else self.look(folder)
 
-    async def _try(self, folder: str, is_full: bool) -> bool:
+    async def _try(self, folder: str, is_full: bool) -> float:
+        began = time.monotonic()
         try:
             await self._look(folder, is_full)
-            return True
+            return time.monotonic() - began
         except CacheFault as fault:
             self.remote.log.debug("listing failed", why=str(fault))
         except Exception as error:
             self.remote.faults.record("share", error)
-        return False
+        return 0.0
 
     async def _look(self, folder: str, is_full: bool) -> None:
         under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()

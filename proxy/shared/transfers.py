@@ -254,8 +254,7 @@ class Uploads:
         """Upload what waits, in at most so many *seconds*."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                is_failing = partial(self._remote.is_failing, "upload")
-                while not is_failing() and (self._is_busy or self._next() is not None):
+                while not self._remote.is_failing("upload") and (self._is_busy or self._next()):
                     self._wake.set()
                     await asyncio.sleep(0.02)
 

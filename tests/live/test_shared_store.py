@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from proxy.core.rates import Rates, Transfer, UnitCost
-from proxy.shared import remote
+from proxy.shared import remote, tier
+from proxy.shared.bucket import Bucket
+from proxy.shared.objects import Listed
 from tests.lab.buckets import Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -20,7 +22,7 @@ from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
-from tests.live.ledger import TOOLS, Ledger
+from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 from tests.live.test_commands import command
 
 HEADER = [system(450)]
@@ -129,6 +131,41 @@ async def alternate(machines: Machines, **fields: Any) -> None:
     # Where a template drops old reasoning, the first request of a turn goes on in what is here.
     fetched = [record for record in records if (record["shared"] or "").startswith("fetched")]
     assert len(fetched) >= 3 and {record["chosen"] for record in fetched} == {"restore"}
+
+
+async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
+    start_machines: StartMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick_list, lists = Bucket.list, list[Bucket]()
+
+    async def slow_list(
+        bucket: Bucket, folder: str, after: str | None = None
+    ) -> AsyncIterator[list[Listed]]:
+        lists.append(bucket)
+        await asyncio.sleep(0.2)  # as a directory of many states
+        async for batch in quick_list(bucket, folder, after):
+            yield batch
+
+    monkeypatch.setattr(Bucket, "list", slow_list)
+    monkeypatch.setattr(tier, "_LOOK_SECONDS", 3600.0)
+    first, second, third, _ = agent_requests(2, 1, header=HEADER)
+    async with start_machines("hybrid") as machines:
+        await machines.ask(0, first)
+        here, there = (rig.running.shared.tier for rig in machines.rigs)
+        store = machines.rigs[0].running.store
+        assert here is not None and there is not None and store is not None
+        for each in (here, there):
+            await each.look(each.remote.folder(next(iter(store)).namespace))
+        n_before = lists.count(here.remote.bucket)
+        for _ in range(3):  # all of it is in the slot
+            await machines.ask(0, first)
+        assert lists.count(here.remote.bucket) == n_before
+
+        await machines.ask(0, second)
+        record, ledger = await machines.ask(1, third), Ledger(machines.rigs[0])
+        *_, n_new = [await ledger.enter(messages) for messages in (first, second, third)]
+        assert record["shared"].startswith("fetched"), record
+        assert record["evaluated"] <= n_new + SLACK_TOKENS
 
 
 async def test_what_was_fetched_for_a_turn_is_not_gone_on_with_behind_its_answer(

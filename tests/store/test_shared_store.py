@@ -217,6 +217,22 @@ async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_
         assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
 
 
+async def test_slow_listing_is_begun_only_for_a_request_that_may_be_spared_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a, start("b") as b:
+        await a.save(run_of(3000))
+        await b.find(run_of(3000))
+        look, folder = b.tier.look_since(OURS, time.monotonic(), SECOND), b.tier.remote.folder(OURS)
+        assert look is not None and 0 < await look < SECOND
+        slow = asyncio.get_running_loop().create_future()
+        slow.set_result(1.0)
+        monkeypatch.setitem(b.tier._looks, (folder, False), (time.monotonic(), slow))
+        assert b.tier.look_since(OURS, time.monotonic(), 0.5) is None
+        look = b.tier.look_since(OURS, time.monotonic(), 2.0)
+        assert look is not None and await look < 1.0, "it is quick again"
+
+
 async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
     start: Start, tmp_path: Path
 ) -> None:
@@ -388,6 +404,20 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         await b.tier.downloads.find_out()
         assert not b.tier.downloads.is_off and not b.degradations.kinds
         assert await b.fetch(tokens) is not None
+
+
+async def test_upload_that_a_stop_broke_off_is_made_at_the_next_start(
+    start: Start, link: FaultyLink
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", S3) as a:
+        link.harm(Fault.HUNG, only=".state")
+        await a.commit(tokens)
+        await until(lambda: link.n_harmed > 0)
+    link.heal()
+    async with start("a", S3) as a, start("b", S3) as b:
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        assert await b.find(tokens) and await b.fetch(tokens) is not None
 
 
 async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: FaultyLink) -> None:

@@ -50,6 +50,12 @@ def test_state_is_fetched_where_the_link_is_faster_than_evaluating(
     assert fetch.seconds == pytest.approx(100 * MB / bytes_per_second, abs=0.05)
 
 
+def test_small_state_is_fetched_where_it_spares_more_than_entering_takes() -> None:
+    found, quick = there(9000, 340_000), now(tokens_per_second=350_000.0)  # 26 ms
+    fetch = best_fetch(PROMPT, quick, [found], link(125e6, call_seconds=0.002))
+    assert fetch is not None and fetch.is_worth_it and fetch.limit_seconds < 0.03
+
+
 def test_of_two_states_the_one_is_fetched_with_which_the_request_is_done_first() -> None:
     longer, smaller = there(9000, 400 * MB), there(8000, 40 * MB)
     fetch = best_fetch(PROMPT, now(), [longer, smaller], link(100e6))

@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 from statistics import median
 
@@ -46,15 +47,25 @@ class Decision:
     gave_up: bool
 
     @property
+    def ways(self) -> tuple[float, float]:
+        """What the chosen way takes, the mean of both times, and what the other one takes."""
+        if self.did_fetch:
+            return (self.fetched + self.chosen) / 2, self.evaluated
+        return (
+            self.evaluated if self.gave_up else (self.evaluated + self.chosen) / 2
+        ), self.fetched
+
+    @property
     def is_right(self) -> bool:
-        ways = (self.fetched, self.evaluated) if self.did_fetch else (self.evaluated, self.fetched)
-        return ways[0] <= EQUAL_FACTOR * ways[1]
+        taken, other = self.ways
+        return taken <= EQUAL_FACTOR * other
 
     @property
     def ratio(self) -> float:
         """The time of the choice / that of the faster way; 1 if that is what was chosen."""
-        is_faster = self.is_right and not self.gave_up
-        return 1.0 if is_faster else self.chosen / min(self.fetched, self.evaluated)
+        if self.gave_up:
+            return self.chosen / min(self.fetched, self.evaluated)
+        return 1.0 if self.is_right else self.ways[0] / self.ways[1]
 
 
 async def measure_breakeven(network: Network, leftovers: ExitStack, wanted: Wanted) -> Section:
@@ -131,8 +142,11 @@ async def _decide(
             ]
             for hosts in there[rate]:
                 await started.enter_async_context(hosts)
-                # Of a host that has never evaluated anything, nobody knows how fast it is.
-                await _ask(hosts.all[0], 800 + len(there), LENGTHS[1], 1)
+        # Of a host that has never evaluated anything, nobody knows how fast it is; of one that has only
+        # evaluated something long, not how fast it is with the first tokens.
+        for number, length in enumerate(LENGTHS * 2):
+            for rate, each in product(rates, range(2)):
+                await _ask(there[rate][each].all[0], 800 + number, length, 1)
         for i, length in enumerate(lengths):
             await _ask(sender.all[0], i, length, 1)
         await sender.settled()
