@@ -98,8 +98,8 @@ class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
 
     `id` identifies the process in /props. `model_namespace` is None where nothing may be saved or
-    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were reused
-    less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
+    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were refused
+    or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
     The plan counts on the newest `n_believed_points` context checkpoints of a live slot. `asks_for_key`
     says that llama-server refuses requests without an API key; `taken_keys` tells, by digest, which keys
     it takes. `is_one_tenant` says that all keys share states, `has_ram_cache` that llama-server may keep
@@ -388,6 +388,7 @@ class Process(Services):
         except UpstreamFault as fault:
             self.metrics.restores.labels("refused").inc()
             if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
+                self.n_contradictions += 1
                 self.store.quarantine(checkpoint)
                 self.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
             raise
