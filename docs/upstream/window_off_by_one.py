@@ -7,9 +7,8 @@ Start any sliding-window model (Gemma, gpt-oss) with a window below 2,200 tokens
 A state of 2,200 tokens is saved, the slot erased, the state restored, and the prompt continued by 100
 tokens. Expected: 100 tokens are evaluated. Seen from b9538 to b11063: all 2,300. llama-server saves the
 cells from n_tokens - n_swa on, and the server asks for one position further back (server-context.cpp,
-`pos_min >= pos_min_thold`). With DIR the file is repaired and restored again: a copy of the lowest cell,
-one position lower, is all that is missing (needs llama-prefix-cache; the cell is masked for every later
-token).
+`pos_min >= pos_min_thold`). With DIR the file is repaired and restored again: the lowest cell, which is
+masked for every later token, is moved one position down (needs llama-prefix-cache).
 
 Exit status: 0 if the defect shows, 1 if not.
 """
@@ -52,7 +51,7 @@ def main() -> int:
         from proxy.llama.state_edits import repair_window
 
         repair_window(Path(folder[0], NAME))
-        print(f"with one cell more in the file: reused {continued(server)}")
+        print(f"with the lowest cell one position lower: reused {continued(server)}")
     return 0 if n_reused == 0 else 1
 
 

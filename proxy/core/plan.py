@@ -29,6 +29,7 @@ from proxy.core.model import (
     ExpectedState,
     Prompt,
     Rule,
+    RuleKind,
     SlotId,
     usable_tokens,
 )
@@ -231,6 +232,10 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
     """Yield the possible starts in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
+    # llama-server would keep a context checkpoint of the old first token, and restore it later
+    # (docs/upstream/stale_context_checkpoint.py).
+    is_point_at_risk = n_common == 0 and now.rule.kind is not RuleKind.ANY_PREFIX
+    erases = erases or (is_point_at_risk and isinstance(content, Known))
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
     displacement = displace(prompt, now, slot, n_common, n_reused)
     seconds = rates.evaluation_seconds(n_reused, n_prompt)
@@ -247,8 +252,8 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
     """Return the start of a prompt that does not fit the context: the slot is erased only if it must be."""
-    option = next(starts(prompt, now, slot, n_common))
-    return option if option.erases else Start(slot.id)
+    must_be = must_be_erased(now.rule, slot.content, prompt.namespace, n_common)
+    return next(starts(prompt, now, slot, n_common)) if must_be else Start(slot.id)
 
 
 def displace(

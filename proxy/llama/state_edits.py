@@ -3,7 +3,7 @@
 import shutil
 import struct
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -187,28 +187,26 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
 
 
 # The repair of sliding-window states that a build saves but does not continue. llama-server saves only the
-# cells inside a sliding window, from n_tokens - window on. Builds that write files of version 3 continue a
+# cells inside a sliding window, from n_tokens - window on. Builds from June to September 2026 continue a
 # state only if the window reaches one position further back (server-context.cpp, `pos_min >=
-# pos_min_thold`), so the first request drops any state longer than the window. The repair adds that cell, a
-# copy of the lowest one. The copy is outside the window of every token that can follow, so it is masked and
-# only changes where the window begins. The repaired state can be continued at its end only: llama-server
-# itself refuses to go back to a token whose window would reach the copy.
+# pos_min_thold`), so the first request drops any state longer than the window. The repair moves the lowest
+# cell one position down. Wherever llama-server then goes on, that cell is outside the window of every token
+# that follows, because the test asks for one position more than the window has. So no token misses the
+# cell, and none sees it at the wrong position. Nothing is added: b9294 saves every cell that a slot has
+# room for, and refuses a file with one cell more.
 
 
 NEEDED_BY_VERSIONS = (2, 3)
 """Versions of files whose builds continue a cut window only after the repair; others must not have it."""
 
-_CHUNK_BYTES = 4 << 20
-_LEAST_CELLS = 2
 _LOWEST_REPAIRED = 2
-"""With a copy at position 0 the window would seem to begin with the prompt, as if it had not been cut."""
+"""With a cell at position 0 the window would seem to begin with the prompt, as if it had not been cut."""
 
 
 def repair_window(path: Path) -> bool:
     """Repair a state file whose window was cut, to be continued at its end; return whether it changed.
 
-    Files that need no repair, cannot be repaired or are repaired already stay unchanged. Only the bytes
-    behind the window are moved, in place and in bounded memory; if that fails, the file is garbage. Raises
+    Files that need no repair, cannot be repaired or are repaired already stay unchanged. Raises
     StateFileMalformed if the file is not a state file, OSError if it cannot be read or written.
     """
     state = read_state_file(path)
@@ -216,11 +214,16 @@ def repair_window(path: Path) -> bool:
     if window is None:
         return False
     with path.open("r+b") as file:
-        insertions = _extra_cell(file, window, len(state.tokens))
-        if insertions:
-            _insert(file, insertions)
-            _write(file, window.offset - 4, struct.pack("<I", window.n_cells + 1))
-    return bool(insertions)
+        file.seek(window.offset)
+        numbers = array("i", file.read(window.n_cells * window.cell_bytes))
+        positions = numbers[:: window.cell_bytes // 4].tolist()
+        lowest = len(state.tokens) - window.n_cells
+        is_whole = sorted(positions) == list(range(lowest, len(state.tokens)))
+        if lowest < _LOWEST_REPAIRED or not is_whole:
+            return False
+        file.seek(window.offset + positions.index(lowest) * window.cell_bytes)
+        file.write(struct.pack("<i", lowest - 1))
+    return True
 
 
 def _cut_window(state: StateFile) -> FoundSection | None:
@@ -236,60 +239,3 @@ def _cut_window(state: StateFile) -> FoundSection | None:
     whole, window = sections[:2]
     is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
     return window if is_cut else None
-
-
-def _extra_cell(file: BinaryIO, window: FoundSection, n_tokens: int) -> list[tuple[int, bytes]]:
-    """Return the bytes to insert, each with its offset, to add a cell below the lowest, in file order.
-
-    The list is empty if no cell must be added.
-    """
-    numbers = array("i", _read(file, window.offset, window.n_cells * window.cell_bytes))
-    positions = numbers[:: window.cell_bytes // 4].tolist()
-    lowest = n_tokens - window.n_cells
-    is_whole = sorted(positions) == list(range(lowest, n_tokens))
-    if lowest < _LOWEST_REPAIRED or window.n_cells < _LEAST_CELLS or not is_whole:
-        return []
-    index = positions.index(lowest)
-    values = _values(file, window, index)
-    if values == _values(file, window, positions.index(lowest + 1)):
-        return []  # the lowest cell is a copy already
-    what = _read(file, window.offset + index * window.cell_bytes, window.cell_bytes)
-    ends = [end for end, _ in _strips(window)]
-    return [(window.end, struct.pack("<i", lowest - 1) + what[4:]), *zip(ends, values, strict=True)]
-
-
-def _values(file: BinaryIO, window: FoundSection, index: int) -> list[bytes]:
-    """Return a cell's element of every strip, in file order."""
-    n_behind = window.n_cells - index
-    return [_read(file, end - n_behind * n_bytes, n_bytes) for end, n_bytes in _strips(window)]
-
-
-def _strips(window: FoundSection) -> Iterator[tuple[int, int]]:
-    """Yield the end of each strip of the section, and the size of its elements."""
-    for block in window.blocks:
-        n_bytes = window.n_cells * block.element_bytes
-        for n in range(1, block.n_strips + 1):
-            yield block.offset + n_bytes * n, block.element_bytes
-
-
-def _insert(file: BinaryIO, insertions: list[tuple[int, bytes]]) -> None:
-    """Insert bytes at ascending offsets, from the last to the first, so that nothing is overwritten."""
-    end = file.seek(0, 2)
-    shift = sum(len(data) for _, data in insertions)
-    for offset, data in reversed(insertions):
-        # Move the bytes between this offset and the next one, the last bytes first.
-        for start in reversed(range(offset, end, _CHUNK_BYTES)):
-            _write(file, start + shift, _read(file, start, min(_CHUNK_BYTES, end - start)))
-        shift -= len(data)
-        _write(file, offset + shift, data)
-        end = offset
-
-
-def _read(file: BinaryIO, offset: int, n_bytes: int) -> bytes:
-    file.seek(offset)
-    return file.read(n_bytes)
-
-
-def _write(file: BinaryIO, offset: int, data: bytes) -> None:
-    file.seek(offset)
-    file.write(data)

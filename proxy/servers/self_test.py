@@ -9,7 +9,7 @@ diverge from it.
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import FULL_WINDOW_TOKENS, RestoreProbe, Rule, SlotId, judge
+from proxy.core.model import FULL_WINDOW_TOKENS, NO_RULE, RestoreProbe, Rule, SlotId, judge
 from proxy.core.slots import Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
@@ -26,9 +26,8 @@ BACK_TOKENS = 20
 async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     """Return the rule, and leave the longest state in the slot; raises CacheFault.
 
-    The slot is leased and empty; the holder of the lease erases it afterwards. Builds before June 2026
-    (b9538) save all cells that they keep for a window, more than the window has, and continue such a state
-    as it is. They refuse a state with one cell more, so there no window is repaired.
+    The slot is leased and empty; the holder of the lease erases it afterwards. Nothing can be restored
+    where llama-server refuses the shortest state; a longer state may just have no room at that time.
     """
     n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
     n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
@@ -38,9 +37,10 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < process.n_ctx):
         try:
             probes.append(await _probe(process, slot_id, text, n_tokens))
-        except UpstreamRefused:
-            process.room.repairs_windows = False
-            probes.append(await _probe(process, slot_id, text, n_tokens))
+        except UpstreamRefused as refusal:
+            if probes or refusal.status != 400:
+                raise
+            return NO_RULE
     return judge(probes)
 
 
@@ -110,7 +110,7 @@ def look_again(process: Process) -> None:
     if lease is None:
         return turn.end()  # everything is busy: the next look may find a free slot
     get_logger("learning").warning(
-        "restores are not reused as the rule says: the self-test runs",
+        "restores are refused, or not reused as the rule says: the self-test runs",
         rule=process.rule.kind.value,
         n_contradictions=process.n_contradictions,
     )

@@ -98,16 +98,16 @@ class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
 
     `id` identifies the process in /props. `model_namespace` is None where nothing may be saved or
-    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were reused
-    less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
-    The plan counts on the newest `n_believed_points` context checkpoints of a live slot. `asks_for_key`
-    says that llama-server refuses requests without an API key; `taken_keys` tells, by digest, which keys
-    it takes. `is_one_tenant` says that all keys share states, `has_ram_cache` that llama-server may keep
-    prompts outside its slots. `tenants` are those that have asked, and b"" if keys do not matter.
-    `unsupported_paths` are routes that llama-server has answered with 501. `clears_idle_slots` says whether
-    a slot that starts empties idle slots; None if the attach could not tell. `saves_context_checkpoints` is
-    what the probe save showed: it depends on flags that llama-server does not tell. `sizes` are those of
-    the newest saves.
+    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were refused
+    or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
+    predicted wrongly. The plan counts on the newest `n_believed_points` context checkpoints of a live
+    slot. `asks_for_key` says that llama-server refuses requests without an API key; `taken_keys` tells,
+    by digest, which keys it takes. `is_one_tenant` says that all keys share states, `has_ram_cache` that
+    llama-server may keep prompts outside its slots. `tenants` are those that have asked, and b"" if keys
+    do not matter. `unsupported_paths` are routes that llama-server has answered with 501.
+    `clears_idle_slots` says whether a slot that starts empties idle slots; None if the attach could not
+    tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that llama-server
+    does not tell. `sizes` are those of the newest saves.
     """
 
     id: str
@@ -388,6 +388,7 @@ class Process(Services):
         except UpstreamFault as fault:
             self.metrics.restores.labels("refused").inc()
             if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
+                self.n_contradictions += 1
                 self.store.quarantine(checkpoint)
                 self.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
             raise

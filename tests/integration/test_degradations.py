@@ -50,9 +50,24 @@ async def test_rule_that_allows_nothing_is_named(start_rig: StartRig) -> None:
         await until(lambda: rig.sample("self_tests_total", result="nothing") == 1)
 
 
+async def test_rule_is_measured_again_after_two_refused_restores(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for name in "ab":
+            await rig.chat(name)
+            await rig.settled()
+        rig.server.faults.refuse["restore"] = 400
+        for name in "ab":
+            await rig.chat(name)
+            await rig.settled()
+        await until(lambda: rig.sample("rule", rule="nothing"))
+        assert (await rig.health())["state"] == "forwarding"
+        assert rig.sample("restores_total", result="refused") == 2
+        assert rig.sample("self_tests_total", result="nothing") == 1
+
+
 async def test_failed_self_test_is_counted_and_the_rule_stays(start_rig: StartRig) -> None:
     async with start_rig() as rig:
-        rig.server.faults.refuse["restore"] = 400
+        rig.server.faults.refuse["save"] = 500
         assert rig.process is not None
         rig.process.n_contradictions = rig.process.n_contradictions_allowed
         await until(lambda: rig.sample("self_tests_total", result="failed"))

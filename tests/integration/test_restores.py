@@ -54,7 +54,7 @@ async def test_refused_checkpoint_is_quarantined(start_rig: StartRig) -> None:
         rig.server.faults.refuse.update(restore=400, save=500)
         await rig.chat("a")
         await rig.settled()
-        await rig.chat("b")  # a's own slot is displaced, and its second save failed
+        await rig.chat("c")  # a's own slot is displaced, and its second save failed
         rig.server.faults = Faults()
         n_restores = len(rig.server.seen_at("restore"))
         assert (await rig.chat("a")).n_reused <= 4

@@ -9,7 +9,7 @@ import pytest
 from proxy.llama.state_file import read_state_file
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
-from tests.live.conftest import in_long
+from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
 from tests.unit.state_files import select_points
 
@@ -152,3 +152,26 @@ def of_another_shape(bench: Bench, directory: Path) -> Path:
     model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
     with LlamaServer(model, directory, n_ctx=16384, extra_args=flags) as server:
         return grown(Bench(server, directory), 900, name="other")
+
+
+def words(seed: int, n_tokens: int) -> list[int]:
+    """Return tokens that begin with others for each seed."""
+    return [50 + seed + (i * (31 + 2 * seed) + i // 30) % 800 for i in range(n_tokens)]
+
+
+BEGINS_ALIKE = [words(1, 5), words(2, 551), words(2, 1) + words(3, 250)]
+"""The first leaves a context checkpoint of one token, and shares no token with the others."""
+
+
+@pytest.mark.parametrize("kind", ["swa", *in_long("recurrent", "hybrid")])
+async def test_no_answer_is_made_from_a_context_checkpoint_of_another_first_token(
+    start_rig: StartRig, kind: str
+) -> None:
+    """llama-server keeps one too many: docs/upstream/stale_context_checkpoint.py."""
+    async with start_rig(kind, n_slots=1, n_ctx=8192) as rig:
+        body = {"n_predict": 1, "temperature": 0, "n_probs": 10}
+        for tokens in BEGINS_ALIKE:
+            warm = await rig.post("/completion", body | {"prompt": tokens})
+            await rig.settled()
+        cold = await rig.post("/completion", body | {"prompt": tokens, "cache_prompt": False})
+        assert distance(warm, cold) <= LOGPROB_BAR

@@ -35,6 +35,8 @@ def run(script: str, *arguments: str) -> tuple[int, str]:
         ("damaged_file_aborts.py", "full", ""),
         ("turn_start_dropped.py", "hybrid", ""),
         ("window_off_by_one.py", "swa", "2026.9.11063"),
+        ("stale_context_checkpoint.py", "swa", ""),
+        ("stale_context_checkpoint.py", "hybrid", ""),
     ],
 )
 def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_p
         server.kill()
     assert status == SHOWN, said
     if build:
-        assert "with one cell more in the file: reused 2200" in said
+        assert "one position lower: reused 2200" in said
 
 
 @pytest.mark.long

@@ -172,7 +172,7 @@ async def test_real_states_as_version_3_are_understood_and_windows_repaired(
         assert repair_window(path) is (kind == "swa")
         if kind == "swa":
             repaired = read_state_file(path)
-            assert n_cells(repaired) == [900, WINDOW + 1]
+            assert n_cells(repaired) == [900, WINDOW]
             assert repaired.layout == three.layout
             assert not repair_window(path)
 

@@ -190,6 +190,17 @@ def test_plan_over_another_tenants_slot_erases_it_first() -> None:
 RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 
 
+def test_plan_erases_a_slot_that_holds_nothing_of_the_prompt_and_may_have_its_first_token_kept() -> (
+    None
+):
+    other, alike = (Known(branch(n, 1000), NAMESPACE) for n in (0, 1))
+    for rule in (RESTORE_POINTS, END_ONLY, NOTHING):
+        assert plan(1000, rule, other).start.erases
+        assert not plan(1000, rule, alike).start.erases
+        assert not plan(1000, rule, other, n_ctx=1000).start.erases  # it will be refused
+    assert not plan(1000, ANY_PREFIX, other).start.erases
+
+
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     made = plan(500, END_ONLY, RESTORED)
     assert (made.start.erases, made.start.kind) == (True, "nothing")
