@@ -6,7 +6,7 @@ from importlib import resources
 import click
 
 from proxy import __version__
-from proxy.cli import bench, connect, look, serve, store, trace
+from proxy.cli import connect, look, serve, store, trace
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 
@@ -36,7 +36,7 @@ for command in (
     *(serve.serve, serve.run, serve.warm),
     *(look.doctor, look.config_, connect.connect, look.explain, look.stats),
     *(store.ls, store.pin, store.unpin, store.rm, store.purge),
-    *(store.check, store.export, store.import_, trace.trace, bench.bench),
+    *(store.check, store.export, store.import_, trace.trace, trace.bench),
 ):
     main.add_command(command)
 

@@ -40,8 +40,14 @@ from proxy.explain.sketch import shortened
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import StateFiles
-from proxy.store.offline import ProblemKind, examine, mend
-from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
+from proxy.store.offline import (
+    ProblemKind,
+    examine,
+    export_checkpoints,
+    import_checkpoints,
+    mend,
+    read_records,
+)
 
 # `llama-prefix-cache ls`: the stored checkpoints as a tree.
 
@@ -372,16 +378,13 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     """
     with opened(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:
-            try:
-                imported = import_checkpoints(
-                    store,
-                    file,
-                    lambda n: update(advance=n),
-                    min_free_bytes=settings.min_free_bytes,
-                    may_be_other_model=other_model,
-                )
-            except BundleRefused as refusal:
-                fail(f"{file} is refused: {refusal}")
+            imported = import_checkpoints(
+                store,
+                file,
+                lambda n: update(advance=n),
+                min_free_bytes=settings.min_free_bytes,
+                may_be_other_model=other_model,
+            )
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
     entered = checkpoints_in_words(len(imported.entered), n_bytes)
     lines = [f"{entered} in {settings.slot_save_path}"]

@@ -1,18 +1,28 @@
-"""`llama-prefix-cache trace`: requests without their texts, to be exported, looked at and replayed."""
+"""`llama-prefix-cache trace` and `bench`: traces, which are requests without their texts.
 
+`trace` exports, shows and replays a trace. `bench` replays one of its own, and writes the figures of this
+machine into a file that can be given away.
+"""
+
+import re
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice, pairwise, product, takewhile
+from keyword import kwlist
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy
 from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of, yes_option
-from proxy.explain import trace as traces
-from proxy.explain.trace import TracedRequest
+from proxy.core.rates import seconds_in_words
+from proxy.explain.views import TRACED_TOKENS, TracedRequest
 
 _file = click.argument("file", type=FILE)
 
@@ -43,7 +53,7 @@ def export(proxy: RunningProxy, file: Path) -> None:
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
     with told_plainly():
         file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
-    tell(traces.trace_in_words(_read(file)))
+    tell(trace_in_words(_read(file)))
 
 
 @trace.command("show")
@@ -51,7 +61,7 @@ def export(proxy: RunningProxy, file: Path) -> None:
 @json_option
 def show(file: Path) -> None:
     """Say what FILE tells, before it is given away; it is refused if anything else is in it."""
-    tell(traces.trace_in_words(_read(file)))
+    tell(trace_in_words(_read(file)))
 
 
 def _read(file: Path) -> list[TracedRequest]:
@@ -104,15 +114,15 @@ def send_all(
     """
     # So many words that they show how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
-    if (tried := _send(server, model, traces.words_for(probe, {}, 1.0), 1)) is None:
+    if (tried := _send(server, model, words_for(probe, {}, 1.0), 1)) is None:
         fail(f"{server.address} gives no answer that counts its tokens", Exit.UNAVAILABLE)
-    text_of, words_per_token = traces.texts_of(trace), probe.input_length / tried[0]
+    text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 
     def send(request: TracedRequest) -> _Sent | None:
         due = began + request.timestamp / 1000 / speed if speed else 0.0
         time.sleep(max(0.0, due - time.monotonic()))
-        text = traces.words_for(request, text_of, words_per_token)
+        text = words_for(request, text_of, words_per_token)
         return _send(server, model, text, request.output_length)
 
     with ThreadPoolExecutor(_N_AT_ONCE if speed else 1) as pool:
@@ -125,7 +135,7 @@ def send_all(
         "prompt tokens": n_prompt,
         "evaluated": n_prompt - n_reused,
         "share reused": round(n_reused / max(1, n_prompt), 4),
-        "share in known blocks": round(traces.share_known(trace), 4),
+        "share in known blocks": round(share_known(trace), 4),
         "first token p50, seconds": round(seconds[len(seconds) // 2], 4),
         "first token p95, seconds": round(seconds[len(seconds) * 95 // 100], 4),
     }
@@ -141,3 +151,135 @@ def _send(server: RunningProxy, model: str, text: str, n_answer: int) -> _Sent |
         first, usage = first or time.monotonic() - began, told.get("usage") or usage
     n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return (usage["prompt_tokens"], n_reused, first) if usage else None
+
+
+# What a trace tells, and prompts made up from its numbers.
+
+
+def share_known(trace: Iterable[TracedRequest]) -> float:
+    """Return the share of prompt tokens in blocks that an earlier request began with."""
+    known, n_known, n_tokens = set[int](), 0, 0
+    for request in trace:
+        n_blocks = sum(1 for _ in takewhile(known.__contains__, request.hash_ids))
+        n_known += min(n_blocks * TRACED_TOKENS, request.input_length - 1)
+        n_tokens += request.input_length
+        known.update(request.hash_ids)
+    return n_known / max(1, n_tokens)
+
+
+def trace_in_words(trace: Sequence[TracedRequest]) -> dict[str, str]:
+    """Return what a trace tells, in lines; it has one request at least."""
+    prompts = [request.input_length for request in trace]
+    n_blocks = len(set().union(*(request.hash_ids for request in trace)))
+    return {
+        "requests": f"{len(trace):,} in {seconds_in_words(trace[-1].timestamp / 1000)}",
+        "prompts": f"{min(prompts):,} to {max(prompts):,} tokens, half over {median(prompts):,.0f}",
+        "answers": f"up to {max(request.output_length for request in trace):,} tokens",
+        "blocks": f"{n_blocks:,} different ones, of which it has numbers alone",
+        "known": f"{share_known(trace):.1%} of the tokens, in blocks that an earlier prompt had",
+    }
+
+
+def texts_of(trace: Sequence[TracedRequest]) -> dict[int, int]:
+    """Return, by the number of each partial last block, the number of the block with whose text it begins.
+
+    That is the block which next takes its place, as the next prompt of a conversation mostly goes on inside
+    the last block of this one. A partial block that no other replaces has a text of its own.
+    """
+    text_of: dict[int, int] = {}
+    next_behind: dict[int, int] = {}
+    for request in reversed(trace):
+        ids = request.hash_ids
+        if request.input_length % TRACED_TOKENS and len(ids) > 1:
+            text_of[ids[-1]] = next_behind.get(ids[-2], ids[-1])
+        next_behind.update((one, text_of.get(other, other)) for one, other in pairwise(ids))
+    return text_of
+
+
+def words_for(request: TracedRequest, text_of: dict[int, int], words_per_token: float) -> str:
+    """Return a prompt of about the request's length; equal numbers give equal texts."""
+    words: list[str] = []
+    for index, number in enumerate(request.hash_ids):
+        n_tokens = min(TRACED_TOKENS, request.input_length - index * TRACED_TOKENS)
+        text, n_words = text_of.get(number, number), round(n_tokens * words_per_token)
+        chosen = (xxh3_64_intdigest(b"%d %d" % (text, i)) for i in range(n_words))
+        words += [kwlist[digest % len(kwlist)] for digest in chosen]
+    return " ".join(words)
+
+
+# `llama-prefix-cache bench`.
+
+_ANSWER_TOKENS, _N_ROUNDS = 16, 3
+_METRIC = re.compile(r"(?m)^\w+_cache_((?!\w*bucket)(?:save|restore|written|evalu|build).*) (\S+)$")
+_VALUE = re.compile(r"--?[a-z][a-z-]*|-?[\d.,]+|on|off|auto|none|b?f\d+|i?q\d\w{0,4}")
+_MACHINE = (
+    "uname -srm; nproc; grep -m1 'model name' /proc/cpuinfo; grep MemTotal /proc/meminfo;"
+    " sysctl -n machdep.cpu.brand_string hw.memsize;"
+    " nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader"
+    " || rocm-smi --showproductname --csv || llama-server --list-devices"
+)
+
+
+@click.command()
+@click.option("--report", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
+@click.option("--tokens", multiple=True, type=int, default=(2048, 8192, 32768), show_default=True)
+@click.option("--url", help="Where clients reach the proxy. [its --listen]")
+@yes_option
+@with_proxy
+def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | None) -> None:
+    """Measure this machine, and write a report for the project.
+
+    \b
+    llama-prefix-cache bench --report report.json
+    llama-prefix-cache bench --report report.json --tokens 4096 --tokens 65536
+
+    Conversations of so many tokens, one more than there are slots, are begun, go on, and come back twice:
+    they are evaluated, found in their slots, saved and restored. Requests that do not fit the context
+    fail. Nobody else should use the proxy meanwhile; what was saved goes when its room is needed. In the
+    report are the machine, its GPUs, llama-server's build, its flags with numbers, the model's name, and
+    what each request took; no text, path or key. Look at it before you send it.
+    """
+    told = proxy.told()
+    server, servers = proxy.clients_side(told, url), told["servers"]
+    model = server.ask("GET", "/v1/models", dict[str, Any])["data"][0]
+    trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
+    figures = send_all(trace, server, model["id"])
+    last = proxy.ask("GET", "/requests", dict[str, Any], query={"limit": str(len(trace))})
+    report = {
+        "machine": _said(_MACHINE),
+        "flags": [_flags(line) for line in _said("ps -wweo args | grep '[l]lama-server '")],
+        "servers": [{k: each[k] for k in ("build", "rule", "n_ctx")} for each in servers],
+        "model": {"name": Path(model["id"]).name, **(model.get("meta") or {})},
+        "figures": figures,
+        "requests": [_figures(each) for each in last["requests"][::-1]],
+        "metrics": dict(_METRIC.findall(proxy.text("/metrics"))),
+    }
+    with told_plainly():
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    tell({**figures, "written": str(file)})
+
+
+def _rounds(sizes: Iterable[int], n_conversations: int) -> Iterator[TracedRequest]:
+    """Yield requests of conversations that take turns, each with two requests in a row."""
+    numbers = count()
+    for n_blocks in (-(-size // TRACED_TOKENS) for size in sizes):
+        each = [list(islice(numbers, n_blocks + 2 * _N_ROUNDS)) for _ in range(n_conversations)]
+        for n, ids, more in product(range(_N_ROUNDS), each, (0, 1)):
+            known = ids[: n_blocks + 2 * n + more]
+            yield TracedRequest(0, len(known) * TRACED_TOKENS, _ANSWER_TOKENS, known)
+
+
+def _said(command: str) -> list[str]:
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
+
+
+def _flags(line: str) -> list[str]:
+    """Return flags, and those of their values that are numbers or types, but no key."""
+    words = pairwise(line.split())
+    return [w for flag, w in words if _VALUE.fullmatch(w) and not re.search("key|token", flag)]
+
+
+def _figures(record: dict[str, Any]) -> dict[str, Any]:
+    told = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    return told | {"at": None, "chosen": record["chosen"]}

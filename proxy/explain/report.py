@@ -27,18 +27,22 @@ from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
-from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
 from proxy.explain.known import (
+    NOT_JUDGED,
     SLACK_TOKENS,
     Chat,
+    Judgement,
     Kind,
     KnownPrompt,
     KnownPrompts,
     Match,
+    Nearest,
+    Past,
     chat_asked,
+    judge,
     kind_of,
+    may_be_missed,
 )
-from proxy.explain.trace import TracedRequest, traced
 from proxy.llama.answers import Diagnose
 from proxy.llama.bodies import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -109,7 +113,7 @@ class Journal:
         self._named: OrderedDict[tuple[bytes, str], sketch.Named] = OrderedDict()
         """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
-        self.traced: deque[TracedRequest] = deque(maxlen=MAX_REQUESTS)
+        self.traced: deque[views.TracedRequest] = deque(maxlen=MAX_REQUESTS)
         self.n_recorded = 0
         """How many requests have ended since the proxy was started; it changes with every new record."""
 
@@ -338,11 +342,11 @@ class Inquiry:
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
-    def _nearest(self, compared: Match | None, n_shared: int) -> views.Nearest | None:
+    def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
         if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
-            return views.Nearest(kind="state", n_common=n_shared) if n_shared else None
+            return Nearest(kind="state", n_common=n_shared) if n_shared else None
         known = compared.known
-        return views.Nearest(
+        return Nearest(
             kind="request",
             n_common=compared.n_common,
             id=known.ids[-1],
@@ -434,7 +438,7 @@ class Report:
         self._count_reuse(judgement, account)
         if request.prompt and answer.timings and self._journal.keep is not Keep.NONE:
             n_answer = answer.timings.predicted_n
-            self._journal.traced.append(traced(request.at, request.prompt, n_answer))
+            self._journal.traced.append(views.traced(request.at, request.prompt, n_answer))
         first_token_seconds = None
         if answer.first_token_at is not None:
             seconds = answer.first_token_at - request.arrived_at

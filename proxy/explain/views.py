@@ -4,19 +4,21 @@ Owns: the store as a tree, what a node of it sums up, which checkpoints a select
 the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md). Pure.
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
 
-from proxy.core.model import Checkpoint, Quarantine
+from proxy.core.model import Checkpoint, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
-from proxy.core.tokens import Namespace
+from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.known import Kind
+from proxy.explain.known import Kind, Nearest
 from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions
@@ -242,20 +244,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     shared: str | None = None
 
 
-class Nearest(msgspec.Struct, frozen=True, kw_only=True):
-    """The known prompt that the request is compared with, and how many first tokens they share.
-
-    `kind` is request, or state: one in a slot or file, from before the proxy was started. Then it has no
-    `id`, and `n_tokens` is not known.
-    """
-
-    kind: str
-    n_common: int
-    id: str | None = None
-    n_tokens: int | None = None
-    age_seconds: float | None = None
-
-
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request reused what it did, what would help, and what each part of its prompt `costs`."""
 
@@ -383,3 +371,47 @@ def in_words(record: RequestRecord) -> str:
 def api_name(path: str) -> str:
     """Return what people call the API of a path."""
     return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
+
+
+# Requests without their texts, to be given away and replayed, in the format of Mooncake's traces
+# (github.com/kvcache-ai/Mooncake, FAST25-release). A line has a request's time in ms, the lengths of prompt
+# and answer in tokens, and a number for each 512 tokens of the prompt, the last of which may be fewer. Two
+# prompts have the same number if, and only if, they are the same up to the end of that block.
+
+TRACED_TOKENS = 512
+
+
+class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a trace; before `numbered`, its time is since 1970, and its numbers are hashes."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: Sequence[int]
+
+
+def traced(at: float, prompt: Prompt, n_answer: int) -> TracedRequest:
+    """Return a request that came *at* so many seconds since 1970, with hashes in place of its tokens."""
+    namespace, tokens = prompt.namespace, prompt.tokens
+    first, step = count_blocks(TRACED_TOKENS) - 1, TRACED_TOKENS // BLOCK_TOKENS
+    hashes = hash_prefixes(namespace, tokens)[first::step]
+    if len(tokens) % TRACED_TOKENS:
+        hashes.append(hash_whole(namespace, tokens, len(tokens)))
+    ids = array("Q", [int.from_bytes(each[:8]) for each in hashes])
+    return TracedRequest(round(at * 1000), len(tokens), n_answer, ids)
+
+
+def numbered(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
+    """Return requests in order, with nothing that another trace or a guessed text can be compared with.
+
+    Times are in whole seconds since the first request, and blocks are numbered as they appear.
+    """
+    ordered, numbers = sorted(requests, key=attrgetter("timestamp")), dict[int, int]()
+    return [
+        msgspec.structs.replace(
+            request,
+            timestamp=(request.timestamp - ordered[0].timestamp) // 1000 * 1000,
+            hash_ids=[numbers.setdefault(each, len(numbers)) for each in request.hash_ids],
+        )
+        for request in ordered
+    ]

@@ -35,8 +35,7 @@ from proxy.stabilize.drops import (
     wanted_tokens,
 )
 from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
-from proxy.stabilize.run import Seen, stabilize
-from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
+from proxy.stabilize.run import BODIES, Seen, inlined_body, keeps_inlined, read_facts, stabilize
 
 _ASK_SECONDS = 2.0
 """How long a request waits for the examination of the template; then it goes on without the result."""

@@ -30,7 +30,7 @@ from proxy.shared.bucket import READ_BYTES, Gone
 from proxy.shared.objects import META, STATE, USED
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.shared.sealing import Opening
-from proxy.store.transfer import entered_as
+from proxy.store.offline import entered_as
 
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""

@@ -32,7 +32,6 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, SlotPhase, state_of
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
-from proxy.explain.trace import TracedRequest, numbered
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, generation_route, with_alias
 from proxy.servers.pool import Pool
@@ -50,7 +49,7 @@ _SENT = (
     views.ListedNode,
     views.Deleted,
     views.History,
-    TracedRequest,
+    views.TracedRequest,
 )
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
@@ -221,7 +220,7 @@ class Admin:
     async def trace(self, request: web.Request) -> web.Response:
         """Return the last requests without their texts, the oldest first."""
         await self._pool.accounted()
-        return json_response(requests=numbered(self._shared.journal.traced))
+        return json_response(requests=views.numbered(self._shared.journal.traced))
 
     # The store: which checkpoints there are, pinning and deleting them, and their tree.
 

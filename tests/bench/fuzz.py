@@ -43,8 +43,7 @@ from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize
 from proxy.store.directory import decode_sidecar, encode_sidecar
 from proxy.store.files import StateFiles
-from proxy.store.offline import open_offline
-from proxy.store.transfer import export_checkpoints, import_checkpoints, read_records
+from proxy.store.offline import export_checkpoints, import_checkpoints, open_offline, read_records
 from tests.bench.document import document
 from tests.bench.progress import tell
 from tests.bench.section import Section

@@ -9,11 +9,11 @@ import xxhash
 
 from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
 from proxy.core.tokens import Namespace
+from proxy.errors import StoreFault
 from proxy.store.directory import SECRET_NAME
 from proxy.store.known_models import known_namespaces, namespaces_name, tenants_name
-from proxy.store.offline import open_offline
+from proxy.store.offline import export_checkpoints, import_checkpoints, open_offline, read_records
 from proxy.store.store import CheckpointStore
-from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
 from tests.store.conftest import new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
 
@@ -98,7 +98,7 @@ async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
         if has_secret:
             assert len(import_checkpoints(store, file, nothing, min_free_bytes=0).entered) == 2
         else:
-            with pytest.raises(BundleRefused, match="put key-secret from there"):
+            with pytest.raises(StoreFault, match="put key-secret from there"):
                 import_checkpoints(store, file, nothing, min_free_bytes=0)
     with opened(second) as opened_store:
         assert not has_secret or n_found(opened_store) == (1, 1)

@@ -26,12 +26,14 @@ from proxy.store.known_models import (
     owners,
     tenants_name,
 )
-from proxy.store.offline import ProblemKind, examine, mend, open_offline
-from proxy.store.transfer import (
-    BundleRefused,
+from proxy.store.offline import (
     Imported,
+    ProblemKind,
+    examine,
     export_checkpoints,
     import_checkpoints,
+    mend,
+    open_offline,
     read_records,
 )
 from tests.store.conftest import branch, new_state, opened, run_of
@@ -197,7 +199,7 @@ async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path
     second = tmp_path / "second"
     second.mkdir()
     await meet(second, OTHER_CANARY)
-    with pytest.raises(BundleRefused, match="another model"):
+    with pytest.raises(StoreFault, match="another model"):
         take(second, file)
     assert not list(second.glob("lpc-*"))
     imported = take(second, file, may_be_other_model=True)
@@ -230,13 +232,13 @@ def test_changed_file_is_refused_and_leaves_nothing(
                 data = change or data[:-1] + bytes([data[-1] ^ 1])
             (tmp_path / "part").write_bytes(data)
             target.add(tmp_path / "part", head.name)
-    with pytest.raises(BundleRefused, match=f"{complaint}.*; nothing of it was entered"):
+    with pytest.raises(StoreFault, match=f"{complaint}.*; nothing of it was entered"):
         take(tmp_path / "second", changed)
     assert not list((tmp_path / "second").glob("lpc-*"))
     with open_offline(tmp_path / "second") as store:
         assert not list(owners(store.index))
     (tmp_path / "text").write_text("no tar at all")
-    with pytest.raises(BundleRefused, match="not what `export` writes"):
+    with pytest.raises(StoreFault, match="not what `export` writes"):
         take(tmp_path / "second", tmp_path / "text")
 
 
@@ -249,7 +251,7 @@ def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
     for n_bytes in (last.offset_data + last.size // 2, last.offset):
         cut.write_bytes(whole[:n_bytes])
         second = tmp_path / f"second{n_bytes}"
-        with pytest.raises(BundleRefused, match="; 1 of its checkpoints were entered before that"):
+        with pytest.raises(StoreFault, match="; 1 of its checkpoints were entered before that"):
             take(second, cut)
         assert len(list(second.glob("lpc-*.state"))) == 1
         imported = take(second, file)
@@ -263,7 +265,7 @@ def test_record_without_bound_is_refused_before_it_is_read(tmp_path: Path) -> No
         file.write(head.tobuf())
         file.truncate(head.size + 2048)
     tracemalloc.start()
-    with pytest.raises(BundleRefused, match="is no record"):
+    with pytest.raises(StoreFault, match="is no record"):
         take(tmp_path / "store", bomb)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -292,7 +294,7 @@ def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Pat
     with pytest.raises(StoreFault, match="absent.*; nothing of it was entered"):
         take(second, tmp_path / "absent")
     for _ in range(2):
-        with pytest.raises(BundleRefused, match="no room for it.*; nothing of it was entered"):
+        with pytest.raises(StoreFault, match="no room for it.*; nothing of it was entered"):
             take(second, file, min_free_bytes=1 << 60)
     assert not list(second.glob("lpc-*"))
     take(second, file)

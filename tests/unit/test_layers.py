@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.causes": {"proxy.docstrings"},
-    "proxy.explain.judgement": {"proxy.serving.request"},
+    "proxy.explain.known": {"proxy.serving.request"},
     "proxy.explain.report": {
         "proxy.errors",
         "proxy.llama",
@@ -37,7 +37,6 @@ MAY_IMPORT = {
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.docstrings", "proxy.llama.state_file"},
-    "proxy.store.transfer": {"proxy.llama.state_file"},
     "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.state_file"}
     | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},
     "proxy.serving": _SERVES | {"proxy.serving"},

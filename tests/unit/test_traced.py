@@ -1,17 +1,9 @@
 """Traces without texts: what they keep of requests and what they do not tell, and prompts made of them."""
 
-from proxy.cli.bench import _flags
+from proxy.cli.trace import _flags, share_known, texts_of, trace_in_words, words_for
 from proxy.core.model import Prompt
 from proxy.core.tokens import token_ids
-from proxy.explain.trace import (
-    TracedRequest,
-    numbered,
-    share_known,
-    texts_of,
-    trace_in_words,
-    traced,
-    words_for,
-)
+from proxy.explain.views import TracedRequest, numbered, traced
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE
 
 FIRST = list(range(1100))

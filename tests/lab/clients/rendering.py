@@ -4,8 +4,7 @@ from proxy.core.messages import Route
 from proxy.core.tokens import common_prefix_length, token_ids
 from proxy.llama.conversions import chat_of_messages
 from proxy.stabilize.model import Memory, Name, RequestFacts
-from proxy.stabilize.run import stabilize
-from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
+from proxy.stabilize.run import BODIES, inlined_body, keeps_inlined, read_facts, stabilize
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
