@@ -119,16 +119,15 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     """Return the shared store, None if there is none to be used; raises SettingsError."""
-    told, store = parse_shared_store(settings.shared_store), shared.opened_store
-    opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
-    if told is None or store is None or opened is None:
+    store = shared.opened_store
+    if store is None or store.files.is_readonly or (opened := open_bucket(settings)) is None:
         return None
     from proxy.shared.remote import Remote
     from proxy.shared.tier import Tier
 
-    bucket, sealing = opened
     seen = shared.metrics, shared.everywhere, shared.faults
-    return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), told.limits)
+    _, _, limits = parse_shared_store(settings.shared_store)
+    return Tier(Remote(store, *opened, shared.served.present, *seen), limits)
 
 
 def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
@@ -136,13 +135,14 @@ def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
 
     Raises SettingsError if it cannot be used.
     """
-    if (told := parse_shared_store(settings.shared_store)) is None:
+    url, key_file, _ = parse_shared_store(settings.shared_store)
+    if not url:
         return None
-    # Whoever does without is not to pay for it.
+    # Loaded only where `shared_store` is set.
     from proxy.shared.bucket import Bucket
     from proxy.shared.sealing import Sealing, read_key
 
-    return Bucket(told.url), Sealing(read_key(Path(told.key_file)) if told.key_file else b"")
+    return Bucket(url), Sealing(read_key(Path(key_file)) if key_file else b"")
 
 
 @asynccontextmanager

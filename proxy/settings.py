@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -256,24 +256,15 @@ def parse_urls(urls: str) -> list[str]:
     return [url.rstrip("/") for url in parse_list(urls)]
 
 
-class SharedStore(NamedTuple):
-    """What `shared_store` says."""
+def parse_shared_store(text: str) -> tuple[str, str, SharedLimits]:
+    """Return the URL in `shared_store`, its key file, and its limits; raises SettingsError.
 
-    url: str
-    key_file: str = ""
-    limits: SharedLimits = SharedLimits()
-
-
-def parse_shared_store(text: str) -> SharedStore | None:
-    """Return what `shared_store` says, None if it is not set; raises SettingsError."""
-    if not text.strip():
-        return None
-    if "=" not in text:
-        return SharedStore(text.strip())
-    told = parse_pairs(text)
+    The URL is empty if the setting is not set, the file if states are not sealed.
+    """
+    told = parse_pairs(text) if "=" in text else {"url": text.strip()}
     try:
         sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
-        return SharedStore(told["url"], told.get("key_file", ""), SharedLimits(**sizes))
+        return told["url"], told.get("key_file", ""), SharedLimits(**sizes)
     except (KeyError, ValueError) as error:
         raise SettingsError(
             f"shared_store: {error} is missing or no size, such as 50GiB"

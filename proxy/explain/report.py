@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import xxhash
+from cachetools import FIFOCache
 
 from proxy.core.messages import Route
 from proxy.core.model import Outcome, Prompt, Title
@@ -110,7 +111,7 @@ class Journal:
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
         self.past = views.History(today=views.Today(since=time.time()))
         self.in_flight: dict[str, Request] = {}
-        self._named: OrderedDict[tuple[bytes, str], sketch.Named] = OrderedDict()
+        self._named = FIFOCache[tuple[bytes, str], sketch.Named](MAX_NAMED)
         """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
         self.traced: deque[views.TracedRequest] = deque(maxlen=MAX_REQUESTS)
@@ -173,8 +174,6 @@ class Journal:
     def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
         """Keep what a request is compared by, under llama-server's id of its answer."""
         self._named[tenant, message_id] = new
-        if len(self._named) > MAX_NAMED:
-            self._named.popitem(last=False)
 
     def compare(
         self, tenant: bytes, message_id: str, new: sketch.Named, prompt: Prompt | None

@@ -9,7 +9,6 @@ import asyncio
 import errno
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -38,11 +37,6 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def read_help(program: Sequence[str]) -> str:
     """Return a build's --help; raises SettingsError if there is no such program or it does not answer."""
-    if not program or shutil.which(program[0]) is None:
-        raise SettingsError(
-            f"{' '.join(program) or 'no program'}: command not found. Give llama-server's path:"
-            " llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
-        )
     try:
         done = subprocess.run(
             [*program, "--help"],
@@ -52,7 +46,10 @@ def read_help(program: Sequence[str]) -> str:
             timeout=_HELP_SECONDS,
         )
     except OSError as error:
-        raise SettingsError(f"{program[0]} cannot be run: it is no program") from error
+        raise SettingsError(
+            f"{' '.join(program) or 'no program'}: command not found. Give llama-server's path:"
+            " llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
+        ) from error
     except subprocess.TimeoutExpired as error:
         told = f"{program[0]} --help did not answer within {_HELP_SECONDS:.0f} s"
         raise SettingsError(told) from error
