@@ -40,7 +40,7 @@ class Exit(IntEnum):
     """The exit statuses of all commands; the help of `doctor` and `explain` says more about theirs."""
 
     FAILED = 1
-    """The thing asked for is missing or broken, or the command was refused."""
+    """Something that the command needs is missing or broken, or the command was refused."""
     USAGE = 2
     """A setting or a flag is wrong, or two contradict each other."""
     UNAVAILABLE = 69

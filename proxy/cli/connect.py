@@ -49,13 +49,13 @@ def connect(
     """Point a client at the running proxy.
 
     \b
-    llama-prefix-cache connect opencode            prints what belongs into its settings
-    llama-prefix-cache connect opencode --write    merges it there, and tries it out
-    llama-prefix-cache connect opencode --undo     puts back what was there
+    llama-prefix-cache connect opencode            prints the settings for the client's own file
+    llama-prefix-cache connect opencode --write    merges them there, and tries them out
+    llama-prefix-cache connect opencode --undo     restores the file from before --write
 
     CLIENT: opencode, claude-code, codex, qwen-code, crush, continue, open-webui, openai-sdk, anthropic-sdk.
-    URL, model and context are those of the running proxy. --write shows the difference and asks; what was
-    there is kept beside it. Two small requests then show whether the client's way is cached.
+    URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
+    old file beside the new one. Two small requests then show whether requests of this form are cached.
     """
     if undo:
         _undo(file or _usual_file(name))
@@ -74,7 +74,7 @@ def connect(
     own = file or Path(client.get("file", ".env")).expanduser()
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
     if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text(errors="replace")):
-        hint = f"{other} is read, too, and wins: what it sets already, change there by hand."
+        hint = f"{other} is read too, and wins: change by hand what it already sets."
     if not write:
         shown = written(own, content)
         if "file" in client:

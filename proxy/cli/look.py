@@ -50,14 +50,14 @@ from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 @click.command()
 @with_proxy
 def stats(proxy: RunningProxy) -> None:
-    """Say how the proxy is doing, and what it has brought today.
+    """Say how the proxy is doing, and how much it has reused today.
 
     \b
     llama-prefix-cache stats
     llama-prefix-cache stats --json | jq .today.n_reused
 
-    Today began at midnight, or when the proxy was started. `ls` says what is stored, /metrics has all
-    numbers.
+    Today began at midnight, or when the proxy was started. `ls` lists the stored checkpoints; /metrics has
+    all numbers.
     """
     overview = proxy.told()
     try:
@@ -277,11 +277,12 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
     llama-prefix-cache doctor --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
     llama-prefix-cache doctor --model qwen3 --slot-save-path ~/slots     at a router or llama-swap
 
-    Takes the settings of serve, so its flags, variables and configuration file do; without a directory it
-    is that of `run`. A proxy that uses the directory is asked what it stands before. Probes run in empty
-    slots and leave nothing behind. Every llama-server of the upstream is examined; at a router or
-    llama-swap the models that are loaded, or the one that is named, which is loaded if need be: another one
-    may have to go for it. Exit status: 0 it will work, 1 with limits, 2 it will not.
+    doctor takes the settings of `serve`: the same flags, variables and configuration file. The default
+    directory is that of `run`. If a proxy uses the directory, doctor asks that proxy for its /health and
+    touches no llama-server. Otherwise doctor examines every llama-server of the upstream. Probes run in
+    empty slots and leave nothing behind. At a router or llama-swap, doctor examines the loaded models, or
+    only the model of --model, which is loaded if necessary: the host may unload another model for it.
+    Exit status: 0 caching will work, 1 it will work with limits, 2 it will not work.
     """
     settings = settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
@@ -293,7 +294,7 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
 
 
 def _tell_shares(settings: Settings) -> None:
-    """Print who has put what into the shared store, and why some of them do not share."""
+    """Print the states of each host in the shared store, and why some hosts do not share."""
     from proxy.shared.survey import survey
 
     try:

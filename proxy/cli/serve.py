@@ -134,9 +134,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     llama-prefix-cache run -- llama-server -m model.gguf -c 65536
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
-    COMMAND gets what it lacks for its slots to be saved: --slot-save-path, a free --port, -np 1,
-    --cache-ram 0, --ctx-checkpoints 8 and --metrics, as far as the build knows them. What you give
-    yourself is kept; if it cannot be, that is said and nothing is started.
+    COMMAND gets the flags that it lacks: --slot-save-path, a free --port, -np 1, --cache-ram 0,
+    --ctx-checkpoints 8 and --metrics, as far as the build knows them. Your own flags are kept. If a flag
+    of yours makes caching impossible, `run` names the flag and starts nothing.
 
     States are kept in --slot-save-path, llama-server's or this command's; without either, in
     ~/.cache/llama-prefix-cache.
@@ -242,7 +242,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
 )
 @click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
 @click.option("--model", metavar="NAME", help="Where there are several, in place of FILE's own.")
-@click.option("--path", help="API that the body is for, such as /v1/messages. [by what it has]")
+@click.option("--path", help="API of the body, such as /v1/messages. [found from its fields]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", help="Its users' key: each has its own states.")
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
 @with_proxy
@@ -265,12 +265,12 @@ def warm(
     llama-prefix-cache warm --model qwen3 first-request.json     before a router or llama-swap
     llama-prefix-cache warm --from-request last
 
-    FILE is a request's body as JSON, as a client sends it to any of the cached APIs. Kept are tools and
-    system prompt; the messages behind them are left out, unless --whole. The proxy must be running. Before
-    a router or llama-swap the body says which model it is for, and that one is loaded.
+    FILE is a request's body as JSON, as a client sends it to any of the cached APIs. The state of its tools
+    and system prompt is kept, with --whole also that of its messages. The proxy must be running. Before a
+    router or llama-swap the body names a model, and that model is loaded.
 
     --from-request needs no body: the proxy remembers the tokens of its last requests, unless explain_keep
-    is none. Their state is kept for whoever sent them.
+    is none. The state is kept for the API key that sent the request.
     """
     if (file is None) == (request_id is None):
         raise click.UsageError("give either FILE or --from-request")

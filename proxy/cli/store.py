@@ -1,4 +1,4 @@
-"""The commands that list, keep, delete, check and carry checkpoints."""
+"""The commands that list, pin, delete, check, export and import checkpoints."""
 
 import sys
 import time
@@ -75,8 +75,9 @@ def ls(store: Store, name: str | None, shows_all: bool) -> None:
 
     Under each model (and API key that asked for it) are its headers (tools and system prompt, by the
     client that sends them), under each header its sessions, by the first words of their users. ID is the
-    beginning of the digits behind them, 4 at least, or the name of a model. A state is worth the seconds
-    that it spares, and less the longer it is not used; what is worth least for its size goes first.
+    beginning of the digits behind them, 4 at least, or the name of a model. The worth of a checkpoint is
+    the seconds of evaluation that it spares; it falls while the checkpoint is not used. Checkpoints of the
+    least worth for their size are deleted first.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)
@@ -158,8 +159,8 @@ def pin(store: Store, names: tuple[str, ...]) -> None:
     llama-prefix-cache pin 00f3b1c2
     llama-prefix-cache pin 5d3a90c2           all checkpoints of a header or session
 
-    ID is the beginning of what ls shows. What is pinned counts in the budget: if all of it is pinned,
-    nothing new is saved.
+    ID is the beginning of an id that ls shows. Pinned checkpoints count in the budget: if they fill the
+    budget, nothing new is saved.
     """
     _set_pinned(store, names, is_pinned=True)
 
@@ -192,7 +193,7 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool) -> None:
 # `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by namespace and age.
 
 
-_pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")
+_pinned_option = click.option("--pinned", is_flag=True, help="Pinned checkpoints too.")
 
 
 @click.command()
@@ -207,8 +208,8 @@ def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
     llama-prefix-cache rm 00f3b1c2
     llama-prefix-cache rm --yes 5d3a90c2      all of a header, without being asked
 
-    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace; or the
-    name of a model, for all of it. Pinned ones stay, unless --pinned. What slots hold stays too.
+    ID is the beginning of an id that ls shows, of a checkpoint or of a whole session, header or namespace;
+    or the name of a model. Pinned checkpoints stay, unless --pinned is given. Slots keep what they hold.
     """
     deleted = _delete(store, all_named(store, names), with_pinned=pinned)
     _tell_deleted(deleted)
@@ -217,8 +218,10 @@ def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
 
 
 @click.command()
-@click.option("--namespace", metavar="ID", help="Only what this names, as ls shows it, or a model.")
-@click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused so long.")
+@click.option("--namespace", metavar="ID", help="Only this id, as ls shows it, or this model.")
+@click.option(
+    "--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Not used for so long."
+)
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @yes_option
@@ -239,8 +242,8 @@ def purge(
     llama-prefix-cache purge --namespace 9f0c3a11 --dry-run
     llama-prefix-cache purge --everything --pinned --yes
 
-    Pinned ones stay, unless --pinned. What slots hold stays too: if a text must go, restart llama-server
-    as well.
+    Pinned checkpoints stay, unless --pinned is given. Slots keep what they hold: to erase a text, restart
+    llama-server as well.
     """
     if everything == bool(namespace or unused_for):
         fail("give --namespace and/or --unused-for, or --everything", Exit.USAGE)
@@ -286,18 +289,19 @@ def _tell_deleted(deleted: Deleted) -> None:
 
 
 @click.command()
-@click.option("--fix", is_flag=True, help="Remove what is broken, and make anew what can be.")
+@click.option("--fix", is_flag=True, help="Repair the index, and remove broken files.")
 @with_directory
 def check(settings: Settings, fix: bool) -> None:
-    """Hold every state against the index.
+    """Compare every state with the index.
 
     \b
     llama-prefix-cache check --slot-save-path /var/lib/llama-prefix-cache
     llama-prefix-cache check --fix --slot-save-path /var/lib/llama-prefix-cache
 
-    Reads every byte, while no proxy runs on the directory. A proxy does a quick form of this whenever it
-    starts (sizes of files); their content it verifies before it is used. A damaged index is made anew from
-    the states with --fix, and by every proxy that starts; times, counts and measured rates are then lost.
+    check reads every byte. No proxy may be running on the directory. A proxy that starts compares only the
+    names of files; it verifies the content of a file before it uses the file. A damaged index is rebuilt
+    from the states by --fix, and by every proxy that starts: times, counts and measured rates are then
+    lost.
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
     with opened(Path(settings.slot_save_path), mends_index=fix) as store:
@@ -340,9 +344,9 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     \b
     llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
-    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
-    says which model its states are of. It is as good as a transcript, and readable for you alone. A proxy
-    may be using the directory meanwhile.
+    ID is the beginning of an id that ls shows, of a checkpoint or of a whole session, header or namespace.
+    The file names the model of its states. It reveals as much as a transcript, and only you can read it. A
+    proxy may be using the directory meanwhile.
     """
     files = StateFiles(Path(settings.slot_save_path))
     with told_plainly():
@@ -360,7 +364,9 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
 
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
+@click.option(
+    "--other-model", is_flag=True, help="Also if the directory was used with other models only."
+)
 @partial(with_directory, unset="made")
 def import_(settings: Settings, file: Path, other_model: bool) -> None:
     """Take over the checkpoints of an exported file.
@@ -369,12 +375,11 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     llama-prefix-cache import session.lpc                 into the directory of `run`
     llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
-    Refused (exit status 1) if the directory was used with models, and with none that the states are of:
-    the same model file, adapters and slot file version, with the same answers. A new directory takes
-    everything; there, states of another model are just never found. Take files only from whom you trust:
-    llama-server reads states as they are. Refused as well if it would leave less free than the setting
-    min_free_bytes says (2 GiB). Run it as the user that the proxy runs as, while no proxy runs on the
-    directory.
+    A state is refused (exit status 1) if the directory was used with other models only: model file,
+    adapters, slot file version and answers must be the same. A new directory takes every state; requests
+    for another model never find it. A state is also refused if it would leave less free space than the
+    setting min_free_bytes (2 GiB). Import only files that you trust: llama-server reads states unchecked.
+    Run import as the proxy's user, while no proxy runs on the directory.
     """
     with opened(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:

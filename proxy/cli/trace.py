@@ -45,10 +45,10 @@ def export(proxy: RunningProxy, file: Path) -> None:
     Up to 2,000 requests since the proxy was started, in the format of Mooncake's traces: the second of each
     request, counted from the first one, the lengths of prompt and answer in tokens, and a number for each
     512 tokens of the prompt. Numbers count up as blocks appear: two prompts with the same number are the
-    same up to there, and no number can be compared with a text or another trace. Whoever gets the file
-    learns when and how much you work, how your conversations fork, and maybe, by the length of its system
-    prompt, which client you use. Requests whose prompts were not read are left out; with explain_keep none
-    that is all of them.
+    same up to there, and no number can be compared with a text or another trace. A reader of the file
+    learns when and how much you work, how your conversations fork, and maybe, from the length of the system
+    prompt, your client. Requests whose prompts were not read are left out: with explain_keep none, these
+    are all requests.
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
     with told_plainly():
@@ -60,7 +60,7 @@ def export(proxy: RunningProxy, file: Path) -> None:
 @_file
 @json_option
 def show(file: Path) -> None:
-    """Say what FILE tells, before it is given away; it is refused if anything else is in it."""
+    """Say what FILE reveals, before you give it away; a file with anything else in it is refused."""
     tell(trace_in_words(_read(file)))
 
 
@@ -112,7 +112,7 @@ def send_all(
 
     Exits if the server does not answer, or counts no tokens.
     """
-    # So many words that they show how many tokens a word has.
+    # Enough words to measure how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
     if (tried := _send(server, model, words_for(probe, {}, 1.0), 1)) is None:
         fail(f"{server.address} gives no answer that counts its tokens", Exit.UNAVAILABLE)
@@ -183,8 +183,9 @@ def trace_in_words(trace: Sequence[TracedRequest]) -> dict[str, str]:
 def texts_of(trace: Sequence[TracedRequest]) -> dict[int, int]:
     """Return, by the number of each partial last block, the number of the block with whose text it begins.
 
-    That is the block which next takes its place, as the next prompt of a conversation mostly goes on inside
-    the last block of this one. A partial block that no other replaces has a text of its own.
+    That is the block that takes the partial block's place in a later prompt: the next prompt of a
+    conversation mostly goes on inside the last block of this prompt. A partial block that no other block
+    replaces has a text of its own.
     """
     text_of: dict[int, int] = {}
     next_behind: dict[int, int] = {}
@@ -233,11 +234,12 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | N
     llama-prefix-cache bench --report report.json
     llama-prefix-cache bench --report report.json --tokens 4096 --tokens 65536
 
-    Conversations of so many tokens, one more than there are slots, are begun, go on, and come back twice:
-    they are evaluated, found in their slots, saved and restored. Requests that do not fit the context
-    fail. Nobody else should use the proxy meanwhile; what was saved goes when its room is needed. In the
-    report are the machine, its GPUs, llama-server's build, its flags with numbers, the model's name, and
-    what each request took; no text, path or key. Look at it before you send it.
+    bench plays conversations of --tokens tokens, one more than there are slots. Each goes on once, and
+    comes back twice: so states are evaluated, found in their slots, saved and restored. Requests that do
+    not fit the context fail. Nobody else should use the proxy meanwhile. The saved states are deleted when
+    their room is needed. The report has the machine, its GPUs, llama-server's build, its flags with
+    numbers, the model's name, and the figures of each request; no text, path or key. Look at the report
+    before you send it.
     """
     told = proxy.told()
     server, servers = proxy.clients_side(told, url), told["servers"]

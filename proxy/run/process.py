@@ -47,8 +47,8 @@ def read_help(program: Sequence[str]) -> str:
         )
     except OSError as error:
         raise SettingsError(
-            f"{' '.join(program) or 'no program'}: command not found. Give llama-server's path:"
-            " llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
+            f"{' '.join(program) or 'no program'} cannot be run: command not found, or no program. Give"
+            " llama-server's path: llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
         ) from error
     except subprocess.TimeoutExpired as error:
         told = f"{program[0]} --help did not answer within {_HELP_SECONDS:.0f} s"

@@ -67,7 +67,7 @@ async def test_client_is_connected_and_its_way_is_cached(
         for other, wins in (('{"$schema": "x"}', False), ('{"model": "x"}', True)):
             file.with_suffix(".jsonc").write_text(other)
             status, printed = await command("connect", name, *where, "--file", file)
-            assert ("config.jsonc is read, too, and wins" in printed) is wins
+            assert ("config.jsonc is read too, and wins" in printed) is wins
         status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
         assert status == 0 and not file.exists()
         status, said = await command("connect", "open-webui", *where, "--write")

@@ -121,7 +121,7 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("run",), "Missing argument"),
         (
             ("run", "--", "/no/such/program"),
-            "not found. Give llama-server's path: llama-prefix-cache run",
+            "not found, or no program. Give llama-server's path: llama-prefix-cache run",
         ),
         (("run", "-m", "model.gguf"), "run [OPTIONS] -- COMMAND"),
         (("trace", "show", "/etc/hostname"), "not what `trace export` writes"),
