@@ -240,7 +240,7 @@ async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> a
 
 
 def set_gauges(shared: Shared, pool: Pool) -> None:
-    """Set every gauge to what is so now."""
+    """Set every gauge to its present value."""
     metrics, processes = shared.metrics, pool.processes
 
     def highest(values: Iterable[float]) -> float:
@@ -277,7 +277,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
 
 
 def count_evictions(shared: Shared, store: CheckpointStore) -> None:
-    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
+    """Count the checkpoints that the store removes, also those removed at its opening; tell the journal."""
     metrics = shared.metrics
     for reason, n_removed in store.removals.items():
         metrics.evictions.labels(reason).inc(n_removed)

@@ -51,7 +51,7 @@ class IndexDamaged(StoreFault):
 
 
 class SharedStoreFault(CacheFault):
-    """The shared store did not do what it was asked for."""
+    """The shared store failed."""
 
 
 class StateDamaged(StoreFault):

@@ -164,7 +164,7 @@ class Faults:
         self._seen: set[tuple[str, str]] = set()
 
     def count(self, stage: str) -> None:
-        """Count a fault without a log line: a degradation tells it."""
+        """Count a fault without a log line: a degradation has logged it."""
         self._metrics.cache_faults.labels(stage).inc()
 
     def record(self, stage: str, error: BaseException) -> None:
@@ -172,7 +172,7 @@ class Faults:
         self.count(stage)
         reason = str(error) or type(error).__name__
         if stage in _ABOUT_PROMPTS and isinstance(error, UpstreamRefused):
-            # llama-server quotes what it cannot render or parse: a prompt is never logged.
+            # llama-server quotes the text that it cannot render or parse, and no prompt is ever logged.
             reason = f"llama-server answered {error.status}"
         if (stage, reason) in self._seen:
             return

@@ -129,12 +129,12 @@ class Metrics:
     taken at the speeds measured here, less the time of the restore.
     """
     lost_seconds = _counter()
-    """By how much restores took longer than evaluating what they spared; saved_seconds does not
-    count those.
+    """By how much restores took longer than evaluating the restored tokens would have taken;
+    saved_seconds does not count those restores.
     """
     misses = _counter(cause=MISSES, part=PromptPart)
-    """Requests that had tokens evaluated that were known, by cause (docs/misses.md) and by where in
-    the prompt it lies.
+    """Requests whose known tokens were evaluated again, by cause (docs/misses.md) and by the part of
+    the prompt with the cause.
     """
     missed_tokens = _counter(cause=MISSES)
     """Prompt tokens that were evaluated although they were known, by cause."""
@@ -167,9 +167,9 @@ class Metrics:
     saved_bytes = _counter()
     """Size of the checkpoints saved."""
     written_bytes = _counter()
-    """What llama-server wrote into the directory: checkpoints, and what was not kept."""
+    """Bytes that llama-server wrote into the directory, for checkpoints and for files not kept."""
     written_last_day_bytes = _gauge()
-    """What it wrote there within the last 24 hours, before restarts included."""
+    """Bytes that it wrote there within the last 24 hours, also before a restart of the proxy."""
     write_limit_bytes = _gauge()
     """The budget for 24 hours, max_write_bytes_per_day; 0 if there is none."""
     save_seconds = _histogram()
@@ -201,7 +201,7 @@ class Metrics:
     (context_overflow: stable).
     """
     left_out_tokens = _counter()
-    """Prompt tokens that these were sent without."""
+    """Prompt tokens that were left out of these requests."""
     slots = _gauge(state=SlotState)
     """Slots of llama-server by state: leased (in use), or free with content that is known, empty or
     unknown.
@@ -221,8 +221,8 @@ class Metrics:
     self_tests = _counter(result=(*RuleKind, "failed"))
     """Self-tests run, by the rule that they learned, or failed."""
     drift = _counter()
-    """Slots that held something else than the proxy thought, such as after requests that did not go
-    through it.
+    """Slots that held other tokens than the proxy expected, for example after requests that bypassed
+    the proxy.
     """
     live_reuse_short = _counter()
     """Replies that reused less of a live slot than expected."""

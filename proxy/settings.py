@@ -56,7 +56,7 @@ Seconds = Annotated[float, Meta(ge=0)]
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of the proxy.
 
-    This struct is the only list of them: flags, environment variables, the settings file,
+    This struct is the only list of settings: flags, environment variables, the settings file,
     docs/configuration.md and deploy/config.example.yaml are made from it (`make docs`). The first sentence
     below each setting stands in --help, all of them in the documents.
     """
@@ -120,7 +120,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     shared_store: SharedStoreText = ""
     """Where states are shared with other machines: s3://bucket/prefix or file:///path.
 
-    Or a mapping: url, key_file (states are sealed with what is in that file, the same on all
+    Or a mapping: url, key_file (states are sealed with the key in that file, the same on all
     machines), upload_bytes_per_day, upload_bytes_per_second, and capacity (bytes of all states there).
     Credentials and the endpoint come from the environment, such as AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and AWS_REGION. See docs/many-machines.md.

@@ -1,6 +1,6 @@
 """Background work that outlives the request that began it; and turns.
 
-A turn is the right to be the only one that does something.
+The turn is the right to do something that only one caller at a time may do.
 """
 
 import asyncio

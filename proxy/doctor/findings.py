@@ -365,7 +365,7 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
         f"{have}; none fits the model that runs now: they are of another model, or of this one with another"
         " cache layout or other adapters. They take up the budget until newer ones push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
-        f" each model a --slot-save-path of its own; to be rid of them, {_how_to_empty(setup)}",
+        f" each model a --slot-save-path of its own; to delete them, {_how_to_empty(setup)}",
     )
 
 
@@ -394,7 +394,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         cure = f"llama-prefix-cache check --fix --slot-save-path {path}; or start the proxy"
         yield limit("checkpoints", f"{setup.index_problem}.", cure)
     elif setup.index_problem:
-        here = f"run both as its owner; or start afresh: {_how_to_empty(setup)}"
+        here = f"run both as its owner; or start with an empty store: {_how_to_empty(setup)}"
         yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, here)
     if setup.quarantined:
         yield degradation(_K.STATE_ENDED_SERVER, setup.quarantined)

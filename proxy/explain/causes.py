@@ -12,7 +12,7 @@ from proxy.docstrings import docstrings_of_fields
 class Cause(StrEnum):
     """What decided how much of a prompt was reused.
 
-    Below each stands what it means, and what to do. A third part names a stabilizer, and how it helps.
+    Below each cause stand its meaning and its cure. A third part names a stabilizer, and how it helps.
     """
 
     HIT = "hit"
@@ -119,10 +119,10 @@ class Cause(StrEnum):
     """
 
     NO_STATE_THERE = "no state so far back"
-    """What is kept goes on where the prompt ends or differs, and this model's memory cannot go back to any
-    token.
+    """Every state kept goes on beyond the place where the prompt ends or differs, and this model's memory
+    cannot go back to any token.
 
-    None needed: the next request that comes this way finds a state there.
+    None needed: the next request that reaches this place finds a state there.
     """
     EVICTED = "state evicted"
     """The state was deleted to make room.
@@ -142,8 +142,8 @@ class Cause(StrEnum):
     OTHER_KEY = "known under another API key"
     """A state of another API key or salt begins with this prompt; states are not shared between these.
 
-    If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for clients, it
-    must be given their key for (`--api-key`).
+    If both keys belong to one household, set `share_between_api_keys: true`. Give `warm` the key of the
+    clients (`--api-key`).
     """
     IN_USE = "slot in use"
     """The state lies in a slot that another request was using.
@@ -151,7 +151,7 @@ class Cause(StrEnum):
     None needed; more slots (-np) if that happens often.
     """
     CHEAPER = "cheaper to evaluate"
-    """A state was there, but by the speeds measured here evaluating was cheaper than using it.
+    """A state was there, but by the speeds measured here evaluating was cheaper than using the state.
 
     None needed. A faster disk makes restores worth more.
     """
@@ -228,7 +228,7 @@ class Cause(StrEnum):
 
 
 class PromptPart(StrEnum):
-    """Where in a prompt something lies."""
+    """The parts of a prompt."""
 
     NOWHERE = "none"
     TOOLS = "tools"

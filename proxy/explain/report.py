@@ -523,7 +523,7 @@ class Report:
 
 
 def _cache_header(request: "Request") -> str:
-    """Return the value of X-Prefix-Cache: what is planned, for llama-server's own counts come later."""
+    """Return the value of X-Prefix-Cache: the plan, because llama-server's own counts come later."""
     cause = f"cause={request.foresee().replace(' ', '-')}"
     if (account := request.account) is None:
         return cause

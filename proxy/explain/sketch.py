@@ -261,7 +261,7 @@ _OPENAI = {
 }
 """The APIs' names of a change; of several changes the first in these tables counts."""
 _END_TOKENS, _SLACK_TOKENS = 4, 64
-"""A prompt counts as wholly reused even if so many tokens at its end are evaluated again: its generation
+"""A prompt counts as wholly reused even if this many tokens at its end are evaluated again: its generation
 prompt, and in an equal conversation the reasoning that the template drops."""
 
 

@@ -203,8 +203,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
-    is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
-    `shared` says what was fetched for it from the shared store, or why not.
+    is none. `alternatives` are the next best plans, after the expected cost of the chosen plan. `shared`
+    says whether a state was fetched from the shared store, or why not.
     """
 
     id: str
@@ -245,7 +245,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request reused what it did, what would help, and what each part of its prompt `costs`."""
+    """Why a request reused no more tokens, what would help, and what each part of its prompt `costs`."""
 
     request: RequestRecord
     says: str

@@ -211,7 +211,7 @@ STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
 _STEADY_SECONDS = 60.0
-"""If a process was ready for so long, the count of failures begins anew."""
+"""If a process was ready for this long, the count of failures begins at zero again."""
 
 
 @dataclass

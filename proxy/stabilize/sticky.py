@@ -207,7 +207,7 @@ def sticky_reminders(draft: Draft) -> None:
 # The tools of a conversation as they were first sent.
 
 _MAX_TOOLS = 1000
-"""The order of so many tools is kept; beyond that, the oldest names are forgotten."""
+"""The order of this many tools is kept; of more tools, the oldest names are forgotten."""
 
 
 def keep_tool_order(draft: Draft) -> None:

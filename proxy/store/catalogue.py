@@ -150,7 +150,7 @@ MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 _N_SORTED = 32
 _N_RELATIVES = 32
-"""The loss without a checkpoint is found from so many others, those that share most with it."""
+"""The loss without a checkpoint is found from this many others: those that share most tokens with it."""
 _N_DEVALUED = 16
 """How many checkpoints that new ones may have devalued are compared at the next eviction."""
 

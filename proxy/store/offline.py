@@ -59,7 +59,7 @@ def open_offline(
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong, in the words of a report; below each stands what `mend` does about it."""
+    """The kinds of damage, in the words of a report; below each stands how `mend` repairs it."""
 
     @property
     def cure(self) -> str:
@@ -194,7 +194,7 @@ def export_checkpoints(
 ) -> None:
     """Write checkpoints to *file*, which appears when it is whole; raises StoreFault or OSError.
 
-    An existing *file* is replaced; one of the store's own, or one that is no regular file, is refused.
+    An existing *file* is replaced, unless it is a file of the store or no regular file.
     """
     _require_replaceable(files, file)
     with replacing(file, file.with_name(f".export-{token_hex(8)}.part")) as output:
@@ -278,22 +278,21 @@ def import_checkpoints(
                     there.append(entered)
                 note(sidecar.checkpoint.size_bytes)
     except (tarfile.TarError, StoreFault, OSError) as error:
-        why = "" if isinstance(error, OSError) else f"{file}: "  # an OSError names its file itself
-        why += (
-            "it is not what `export` writes"
-            if isinstance(error, tarfile.TarError)
-            else in_words(error)
-        )
-        stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
-        what = stayed if imported.entered else "nothing of it was entered"
-        raise StoreFault(f"{why}; {what}") from error
+        is_other = isinstance(error, tarfile.TarError)
+        why = "it is not what `export` writes" if is_other else in_words(error)
+        place = (
+            "" if isinstance(error, OSError) else f"{file}: "
+        )  # an OSError names its file itself
+        entered = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
+        told = entered if imported.entered else "nothing of it was entered"
+        raise StoreFault(f"{place}{why}; {told}") from error
     return imported
 
 
 def entered_as(
     record: Checkpoint, temporary_name: str, namespace: Namespace, found: StateFile
 ) -> Checkpoint:
-    """Return the checkpoint that another store's *record* becomes here, with what its file tells."""
+    """Return the checkpoint that this store makes of another store's *record* and its file."""
     now = time.time()
     return replace(
         record,
@@ -379,6 +378,6 @@ def _enter(
         store.commit(entered, found.tokens, hash_prefixes(namespace, found.tokens))
         return entered
     except StateFileMalformed as error:
-        raise StoreFault(f"a state in it is none: {error}") from error
+        raise StoreFault(f"a state in it has another format: {error}") from error
     finally:
         store.files.remove(name)

@@ -51,7 +51,7 @@ class CheckpointStore(Catalogue):
         try:
             swept = self._directory.sweep()
             super().__init__(self._directory.index, swept)
-            self.writes = self._budget = Budget(limits, self.index)
+            self.writes = Budget(limits, self.index)
             self.report = self._reported(swept)
         except BaseException as error:
             self._directory.close()
@@ -89,7 +89,7 @@ class CheckpointStore(Catalogue):
         return report
 
     def close(self) -> None:
-        """Write what is pending and release the directory."""
+        """Write the pending records and release the directory."""
         for verifying in self._verifying.values():
             verifying.cancel()
         self._verification.close()
@@ -217,19 +217,19 @@ class CheckpointStore(Catalogue):
         if self.files.is_readonly:
             raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
         name = self.files.new_temporary_name()
-        self._budget.reserve(name, claim)
+        self.writes.reserve(name, claim)
         await self._make_room(name, claim)
         return name
 
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
         """Count a reserved file at its real size; raises NoRoom if that is too large."""
         await self._count_written(temporary_name, n_bytes)
-        await self._make_room(temporary_name, self._budget.settle(temporary_name, n_bytes))
+        await self._make_room(temporary_name, self.writes.settle(temporary_name, n_bytes))
 
     async def _make_room(self, name: str, claim: Claim) -> None:
         try:
             free_bytes = self.files.free_bytes() + self.going_bytes
-            n_bytes, limit = self._budget.shortage(claim, self.size_bytes, free_bytes)
+            n_bytes, limit = self.writes.shortage(claim, self.size_bytes, free_bytes)
             if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # a passing file is not worth a checkpoint: let its write fail
             victims = self.victims(n_bytes, claim.present, claim.replaces)
@@ -238,11 +238,11 @@ class CheckpointStore(Catalogue):
                     limit,
                     f"{n_bytes:,} bytes more are needed ({limit}) than may go: {free_bytes:,} are free, "
                     f"checkpoints have {self.size_bytes:,}, of which {self.pinned_bytes:,} are pinned; "
-                    "what is left is in use or pinned",
+                    "the others are in use or pinned",
                 )
             await self._remove(victims, limit)
         except BaseException as error:
-            self._budget.release(name)
+            self.writes.release(name)
             if isinstance(error, OSError):
                 raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
             raise
@@ -263,7 +263,7 @@ class CheckpointStore(Catalogue):
             self.enter(checkpoint)
             self.note_devalued(hashes)
             self.note_read(checkpoint)
-            self._budget.release(temporary_name_of(checkpoint.file_name))
+            self.writes.release(temporary_name_of(checkpoint.file_name))
             if is_damaged():  # since the writing began
                 self.quarantine(checkpoint)
 
@@ -292,12 +292,12 @@ class CheckpointStore(Catalogue):
         await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
         await self._write(
             partial(self.files.remove, temporary_name),
-            then=lambda _: self._budget.release(temporary_name),
+            then=lambda _: self.writes.release(temporary_name),
         )
 
     async def _count_written(self, name: str, n_bytes: int) -> None:
         with suppress(StoreFault):  # then the count lasts until this process ends
-            await self._write(self._budget.note_written(name, n_bytes))
+            await self._write(self.writes.note_written(name, n_bytes))
 
     # Removing checkpoints.
 
