@@ -17,8 +17,16 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.access import RunningProxy, told_plainly, with_proxy
-from proxy.cli.common import Exit, agree, answer, fail, yes_option
+from proxy.cli.command import (
+    Exit,
+    RunningProxy,
+    agree,
+    answer,
+    fail,
+    told_plainly,
+    with_proxy,
+    yes_option,
+)
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]

@@ -20,18 +20,20 @@ from rich.console import Console
 from rich.text import Text
 
 from proxy.app import open_bucket
-from proxy.cli.access import RunningProxy, proxy_of, with_proxy
-from proxy.cli.common import (
+from proxy.cli.command import (
     Exit,
+    RunningProxy,
     age_in_words,
     answer,
     checkpoints_in_words,
     console,
     fail,
     json_option,
+    proxy_of,
     setting_options,
     settings_of,
     table_of,
+    with_proxy,
 )
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine

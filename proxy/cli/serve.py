@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,15 @@ import msgspec
 import uvloop
 
 from proxy.app import run_proxy
-from proxy.cli.access import RunningProxy, with_proxy
-from proxy.cli.common import (
+from proxy.cli.command import (
     Exit,
+    RunningProxy,
     answer,
     fail,
     progress,
     setting_options,
     settings_of,
-    told_to_stop,
+    with_proxy,
 )
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
@@ -110,6 +111,28 @@ async def _serve_until_told(
             if not running.cancelled():
                 running.result()  # raises LlamaServerDied if it had ended by itself
     log.info("stopped", says="stopped")
+
+
+def told_to_stop() -> asyncio.Event:
+    """Return an event that SIGINT, SIGTERM or SIGHUP sets.
+
+    Each further signal cancels the task that called this: the current wait is cut short, and the next step
+    of the shutdown begins.
+    """
+    told, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+
+    def tell() -> None:
+        if not told.is_set():
+            told.set()
+        elif task is not None:
+            get_logger("main").warning("told again: not waiting any longer")
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, tell)
+    return told
 
 
 def _listeners(settings: Settings) -> str:

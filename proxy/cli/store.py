@@ -1,5 +1,6 @@
 """The commands that list, pin, delete, check, export and import checkpoints."""
 
+import re
 import sys
 import time
 from collections import defaultdict
@@ -12,32 +13,27 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.access import (
-    Store,
-    agree_to_write,
-    all_named,
-    named,
-    opened,
-    told_plainly,
-    with_directory,
-    with_store,
-)
-from proxy.cli.common import (
+from proxy.cli.command import (
     FILE,
     Exit,
+    Store,
     age_in_words,
-    age_seconds,
     agree,
+    agree_to_write,
     answer,
     checkpoints_in_words,
     fail,
+    opened,
     progress,
     table_of,
+    told_plainly,
+    with_directory,
+    with_store,
     yes_option,
 )
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
-from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, way_to
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import StateFiles
 from proxy.store.offline import (
@@ -55,6 +51,8 @@ from proxy.store.offline import (
 _N_SHOWN = 20
 _DIGITS = 8
 _N_LEVELS = 3
+_MIN_DIGITS = 4
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 Checkpoints = Sequence[ListedCheckpoint]
 
@@ -193,6 +191,14 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool) -> None:
 # `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by namespace and age.
 
 
+def age_seconds(text: str) -> int:
+    """Return the length of an age such as 90s, 30m, 12h, 7d or 2w; raises BadParameter."""
+    match = re.fullmatch(r"(\d+)([smhdw])", text.strip())
+    if not match:
+        raise click.BadParameter(f"{text!r} is not an age: write such as 30m, 12h or 7d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
 _pinned_option = click.option("--pinned", is_flag=True, help="Pinned checkpoints too.")
 
 
@@ -219,9 +225,7 @@ def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
 
 @click.command()
 @click.option("--namespace", metavar="ID", help="Only this id, as ls shows it, or this model.")
-@click.option(
-    "--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Not used for so long."
-)
+@click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused for AGE.")
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @yes_option
@@ -406,3 +410,39 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
         "is_new_model": imported.is_new_model,
     }
     answer(content, "\n".join(lines))
+
+
+# From hex digits or a model's name to checkpoints.
+
+
+def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
+
+    Exits if the name fits nothing, or more than one thing.
+    """
+    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
+    found: dict[str, list[ListedCheckpoint]] = {}
+    for checkpoint in checkpoints:
+        for node_id in (checkpoint.id, *way_to(checkpoint.parent)):
+            last = node_id.rpartition("/")[2]
+            # Zeros name nothing: 0 is the id of everything unknown.
+            if node_id == text or (last.strip("0") and last.startswith(text.lower())):
+                found.setdefault(node_id, []).append(checkpoint)
+    if of_model:
+        if any(below != of_model for below in found.values()):
+            fail(f"{text!r} is a model's name and begins ids, too: give more digits")
+        return of_model
+    if len(text) < _MIN_DIGITS:
+        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
+    if len(found) != 1:
+        many = f"{len(found)} ids begin with {text!r}: give more digits"
+        none = f"no model is called {text!r}, and no id begins so: see ls"
+        fail(many if found else none)
+    return next(iter(found.values()))
+
+
+def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
+    """Return the checkpoints that *names* name, each once; exits if one of them names nothing."""
+    checkpoints = store.checkpoints()
+    found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
+    return list({checkpoint.id: checkpoint for checkpoint in found}.values())

@@ -19,8 +19,19 @@ import click
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from proxy.cli.access import RunningProxy, agree_to_write, told_plainly, with_proxy
-from proxy.cli.common import FILE, Exit, answer, fail, json_option, table_of, yes_option
+from proxy.cli.command import (
+    FILE,
+    Exit,
+    RunningProxy,
+    agree_to_write,
+    answer,
+    fail,
+    json_option,
+    table_of,
+    told_plainly,
+    with_proxy,
+    yes_option,
+)
 from proxy.core.rates import seconds_in_words
 from proxy.explain.views import TRACED_TOKENS, TracedRequest
 

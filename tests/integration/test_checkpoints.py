@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.cli.access import RunningProxy
+from proxy.cli.command import RunningProxy
 from proxy.explain.views import Deleted
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig

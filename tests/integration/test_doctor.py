@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.common import Exit
+from proxy.cli.command import Exit
 from proxy.core.conditions import DegradationKind
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import LlamaServerFacts, Severity, exit_status, findings_of

@@ -16,11 +16,10 @@ from click import BadParameter
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.cli.access import DirectoryStore, RunningProxy, named
-from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
+from proxy.cli.command import DirectoryStore, RunningProxy, age_in_words, checkpoints_in_words
 from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
-from proxy.cli.store import ls
+from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
 from proxy.explain.views import (

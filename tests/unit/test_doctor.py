@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from proxy.cli.common import console
+from proxy.cli.command import console
 from proxy.cli.look import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import KnownNamespace, Rule, RuleKind

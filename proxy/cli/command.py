@@ -1,11 +1,13 @@
-"""The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
+"""What a command is made of: its options, the settings, proxy or store that it works on, and its output."""
 
-import functools
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from enum import IntEnum
+from functools import partial, wraps
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -13,18 +15,197 @@ from urllib.parse import urlencode
 
 import click
 import msgspec
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
-from proxy.cli.common import Command, Exit, agree, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
-from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, way_to
-from proxy.settings import ADMIN_TOKEN, Settings, reachable, split_address, token_to_show
+from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint
+from proxy.settings import (
+    ADMIN_TOKEN,
+    ENVIRONMENT_PREFIX,
+    NAMES,
+    SCHEMA,
+    Settings,
+    complete_settings,
+    default_directory,
+    is_size,
+    kinds_of,
+    merge_settings,
+    reachable,
+    size_in_words,
+    split_address,
+    token_to_show,
+    written,
+)
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
 
+
+class Exit(IntEnum):
+    """The exit statuses of all commands; the help of `doctor` and `explain` says more about theirs."""
+
+    FAILED = 1
+    """Something that the command needs is missing or broken, or the command was refused."""
+    USAGE = 2
+    """A setting or a flag is wrong, or two contradict each other."""
+    UNAVAILABLE = 69
+    """A port or the directory is taken, or no proxy answers (EX_UNAVAILABLE of sysexits.h)."""
+    LLAMA_SERVER_DIED = 70
+    """The llama-server that `run` started has ended by itself (EX_SOFTWARE)."""
+    CUT_SHORT = 130
+    """A signal cut the work, or the end of it, short."""
+
+
+def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
+    """Say on stderr what is wrong, and exit."""
+    said = in_words(complaint) if isinstance(complaint, BaseException) else complaint
+    click.echo(f"llama-prefix-cache: {said}", err=True)
+    sys.exit(exit_status)
+
+
+def agree(question: str) -> None:
+    """Ask whether to go on, unless --yes is given; exit if the user refuses, or without a terminal."""
+    if not (_is_on("yes") or (sys.stdin.isatty() and click.confirm(question, err=True))):
+        fail(f"{question} Nothing was done: --yes does it without asking", Exit.USAGE)
+
+
+def settings_of(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    directory: Literal["given", "known", "made", "any"] = "given",
+) -> Settings:
+    """Return the settings of flags, environment and file; exits if one is wrong.
+
+    *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
+    directory if it exists; "made" makes it; "any" takes it even if it does not exist.
+    """
+    try:
+        merged = merge_settings(flags, os.environ, config)
+        if directory == "made" and "slot_save_path" not in merged:
+            default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory == "any" or (directory != "given" and default_directory().is_dir()):
+            merged.setdefault("slot_save_path", str(default_directory()))
+        return complete_settings(merged, needs_directory=directory != "any")
+    except (SettingsError, OSError) as error:
+        fail(error, Exit.USAGE)
+
+
+# The output of commands: tables for people, JSON for programs.
+
+
+_PIPED_COLUMNS = 80
+_AGES = (("d", 86400.0, 2.0), ("h", 3600.0, 1.0), ("min", 60.0, 1.0), ("s", 1.0, 0.0))
+
+
+def console() -> Console:
+    """Return the console for people: the terminal, or lines of a fixed length in a pipe."""
+    shown = Console(highlight=False)
+    if not shown.is_terminal:
+        shown.width = _PIPED_COLUMNS
+    return shown
+
+
+def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
+    """Return a table without borders."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def answer(content: object, shown: object) -> None:
+    """Print *content* if --json is given, else *shown* for people: lines, or a renderable of rich."""
+    if _is_on("json"):
+        click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
+    elif isinstance(shown, str):
+        click.echo(shown)
+    else:
+        console().print(shown, soft_wrap=isinstance(shown, Text))
+
+
+def checkpoints_in_words(n_checkpoints: int, n_bytes: int) -> str:
+    """Return a number of checkpoints and their size, in words."""
+    plural = "" if n_checkpoints == 1 else "s"
+    return f"{n_checkpoints:,} checkpoint{plural} with {size_in_words(n_bytes)}"
+
+
+def age_in_words(seconds: float) -> str:
+    """Return an age in words, roughly: "5 min ago"."""
+    unit, factor, _ = next((a for a in _AGES if seconds >= a[1] * a[2]), _AGES[-1])
+    return f"{max(0, seconds) / factor:.0f} {unit} ago"
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Any]:
+    """Show on a terminal how much of *total* is done; yields the `update` of rich for this task."""
+    shown = Console(stderr=True)
+    with Progress(console=shown, disable=not shown.is_terminal, transient=True) as bar:
+        yield partial(bar.update, bar.add_task(what, total=total))
+
+
+# Options.
+
+
+Command = Callable[..., Any]
+
+
+def setting_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command --config, and one option for each setting in *names*, by default for all settings.
+
+    The file may contain other settings too: one file serves all commands.
+    """
+
+    def decorate(command: Command) -> Command:
+        command = config_option(command)
+        for name in reversed(names or NAMES):
+            command = _setting_option(name)(command)
+        return command
+
+    return decorate
+
+
+def _setting_option(name: str) -> Callable[[Command], Command]:
+    flag, said = name.replace("_", "-"), SCHEMA[name]["description"]
+    if "boolean" in kinds_of(name):
+        return click.option(f"--{flag}/--no-{flag}", default=None, help=said)
+    metavar = "BYTES" if is_size(name) else name.rpartition("_")[2].upper()
+    if default := SCHEMA[name].get("default"):
+        said += f" [{written(name, default)}]"
+    return click.option(f"--{flag}", metavar=metavar, help=said)
+
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+config_option = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar=ENVIRONMENT_PREFIX + "CONFIG",
+    help="YAML file with settings; flags and LLAMA_PREFIX_CACHE_* beat it.",
+)
+
+
+def _note(context: click.Context, option: click.Parameter, is_on: bool) -> None:
+    context.meta[str(option.name)] = is_on
+
+
+def _is_on(name: str) -> bool:
+    """Return whether the command that runs was given a switch; one without that switch was not."""
+    return bool(click.get_current_context().meta.get(name))
+
+
+# Not arguments of the commands: only `answer` and `agree` read these switches.
+_switch = partial(click.option, is_flag=True, is_eager=True, expose_value=False, callback=_note)
+json_option = _switch("--json", help="Print JSON.")
+yes_option = _switch("--yes", "-y", help="Do not ask.")
+
+
+# The store that a command works on: that of a running proxy, or a directory that no proxy uses.
+
+
 T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
-_MIN_DIGITS = 4
 
 
 class RunningProxy:
@@ -191,7 +372,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
 
     @setting_options("admin", "admin_token_file")
     @json_option
-    @functools.wraps(command)
+    @wraps(command)
     def run(
         admin: str | None,
         admin_token_file: str | None,
@@ -235,7 +416,7 @@ def with_directory(command: Command, unset: Literal["known", "made"] = "known") 
 
     @setting_options("slot_save_path")
     @json_option
-    @functools.wraps(command)
+    @wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
         command(settings_of({"slot_save_path": slot_save_path}, config, unset), **arguments)
 
@@ -269,39 +450,3 @@ def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:
     if file.is_file():
         agree(f"{file} is there already. Replace it?")
     return file
-
-
-# From hex digits or a model's name to checkpoints.
-
-
-def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
-
-    Exits if the name fits nothing, or more than one thing.
-    """
-    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
-    found: dict[str, list[ListedCheckpoint]] = {}
-    for checkpoint in checkpoints:
-        for node_id in (checkpoint.id, *way_to(checkpoint.parent)):
-            last = node_id.rpartition("/")[2]
-            # Zeros name nothing: 0 is the id of everything unknown.
-            if node_id == text or (last.strip("0") and last.startswith(text.lower())):
-                found.setdefault(node_id, []).append(checkpoint)
-    if of_model:
-        if any(below != of_model for below in found.values()):
-            fail(f"{text!r} is a model's name and begins ids, too: give more digits")
-        return of_model
-    if len(text) < _MIN_DIGITS:
-        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
-    if len(found) != 1:
-        many = f"{len(found)} ids begin with {text!r}: give more digits"
-        none = f"no model is called {text!r}, and no id begins so: see ls"
-        fail(many if found else none)
-    return next(iter(found.values()))
-
-
-def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
-    """Return the checkpoints that *names* name, each once; exits if one of them names nothing."""
-    checkpoints = store.checkpoints()
-    found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
-    return list({checkpoint.id: checkpoint for checkpoint in found}.values())
