@@ -8,6 +8,7 @@ proxy from caching is reported in the words of `core.conditions`, with its cure.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -172,23 +173,16 @@ class Finding:
     `about` names the llama-server, model or host, if there are several.
     """
 
-    topic: str
     severity: Severity
+    topic: str
     text: str
     cure: str = ""
     about: str = ""
 
 
-def ok(topic: str, text: str) -> Finding:
-    return Finding(topic, Severity.OK, text)
-
-
-def limit(topic: str, text: str, cure: str) -> Finding:
-    return Finding(topic, Severity.LIMIT, text, cure)
-
-
-def blocker(topic: str, text: str, cure: str) -> Finding:
-    return Finding(topic, Severity.BLOCKER, text, cure)
+ok = partial(Finding, Severity.OK)
+limit = partial(Finding, Severity.LIMIT)
+blocker = partial(Finding, Severity.BLOCKER)
 
 
 def fine_unless(is_limit: bool, topic: str, text: str, cure: str) -> Finding:

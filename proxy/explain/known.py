@@ -33,11 +33,9 @@ _OWN_BYTES, _MESSAGE_BYTES = 2000, 480
 """About the size of a known prompt without its tokens and text, and of the keys of each message."""
 
 
-class Loss(NamedTuple):
-    """The state of the first `n_tokens` of a prompt is gone; `cause` says why."""
-
-    cause: Cause | None = None
-    n_tokens: int = 0
+Loss = tuple[Cause | None, int]
+"""Why the state of the first tokens of a prompt is gone, and how many tokens these are."""
+NO_LOSS: Loss = (None, 0)
 
 
 @dataclass(eq=False)
@@ -54,7 +52,7 @@ class KnownPrompt:
     slot: tuple[str, int]
     ended_at: float
     ids: tuple[str, ...]
-    loss: Loss = Loss()
+    loss: Loss = NO_LOSS
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -193,11 +191,11 @@ class KnownPrompts:
     def note_loss(self, namespace: Namespace, tokens: TokenIds, cause: Cause) -> None:
         """Note the loss of the state of *tokens* with all prompts that begin alike."""
         for known in self._known:
-            others, n_lost = known.tokens, known.loss.n_tokens
+            others, n_lost = known.tokens, known.loss[1]
             if n_lost < min(len(tokens), len(others)) and tokens[n_lost] == others[n_lost]:
                 n_common = common_prefix_length(others, tokens)
                 if n_common > n_lost and known.namespace == namespace:
-                    known.loss = Loss(cause, n_common)
+                    known.loss = cause, n_common
 
     def _forget(self, known: KnownPrompt) -> None:
         self._known.remove(known)
@@ -378,7 +376,7 @@ class Past:
     n_common: int = 0
     n_like: int = 0
     is_of_other_process: bool = False
-    loss: Loss = Loss()
+    loss: Loss = NO_LOSS
 
 
 def may_be_missed(served: "Account", past: Past) -> bool:

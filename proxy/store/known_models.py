@@ -61,11 +61,6 @@ def model_names(index: Index) -> dict[Namespace, str]:
     return {namespace: o.known.name for namespace, o in owners(index) if o.known.name}
 
 
-def knows_models(index: Index) -> bool:
-    """Return whether the index knows any model."""
-    return any(index.names(NAMESPACES_PREFIX))
-
-
 def known_namespaces(index: Index, static: str) -> list[KnownNamespace]:
     """Return the models that have been met under the same *static* key."""
     return index.value(namespaces_name(static), list[KnownNamespace]) or []

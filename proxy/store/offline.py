@@ -35,7 +35,7 @@ from proxy.store.directory import (
     encode_sidecar,
 )
 from proxy.store.files import StateFiles, final_name_of, id_of, replacing
-from proxy.store.known_models import Owner, introduce, knows_models, namespace_of
+from proxy.store.known_models import Owner, introduce, namespace_of, owners
 
 Note = Callable[[int], object]
 """Called with the number of bytes just read."""
@@ -260,7 +260,7 @@ def import_checkpoints(
     """
     imported = Imported()
     # Read once: no other process writes while the directory is locked.
-    there, may_be_new = store.checkpoints(), may_be_other_model or not knows_models(store.index)
+    there, may_be_new = store.checkpoints(), may_be_other_model or not any(owners(store.index))
     try:
         with tarfile.open(file, "r:") as tar:
             while (head := tar.next()) is not None:

@@ -9,7 +9,7 @@ from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start, Why
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.known import Judgement, Loss, Past, judge, may_be_missed
+from proxy.explain.known import Judgement, Past, judge, may_be_missed
 from proxy.serving.request import Account
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
@@ -47,9 +47,9 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
 @pytest.mark.parametrize(
     ("account", "rule", "past", "expected"),
     [
-        (NOTHING, POINTS, replace(KNOWN, loss=Loss(Cause.EVICTED, 900)), Cause.EVICTED),
+        (NOTHING, POINTS, replace(KNOWN, loss=(Cause.EVICTED, 900)), Cause.EVICTED),
         (
-            *(NOTHING, POINTS, replace(KNOWN, loss=Loss(Cause.RESTORE_REFUSED, 800))),
+            *(NOTHING, POINTS, replace(KNOWN, loss=(Cause.RESTORE_REFUSED, 800))),
             Cause.RESTORE_REFUSED,
         ),
         (NOTHING, POINTS, replace(KNOWN, is_of_other_process=True), Cause.RESTART),
@@ -70,7 +70,7 @@ def test_state_that_is_gone_or_not_used_is_named(
 
 
 def test_loss_of_less_than_what_is_still_there_explains_nothing() -> None:
-    shorter = replace(KNOWN, loss=Loss(Cause.EVICTED, 300))
+    shorter = replace(KNOWN, loss=(Cause.EVICTED, 300))
     assert cause(served(300, 300), shorter) is Cause.NOT_KEPT
 
 
@@ -82,7 +82,7 @@ def test_change_of_the_client_explains_what_would_have_been_reused_without_it() 
     # A memory that cannot go back there has the state, and still the change is to blame.
     assert judge(UNUSED, POINTS, KNOWN, DATE).n_missed == 900
     # Nobody could have gone on from what is gone, change or not.
-    evicted = replace(KNOWN, loss=Loss(Cause.EVICTED, 900))
+    evicted = replace(KNOWN, loss=(Cause.EVICTED, 900))
     assert cause(NOTHING, evicted, DATE) is Cause.EVICTED
 
 

@@ -10,7 +10,7 @@ from proxy.core.model import Prompt
 from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
-from proxy.explain.known import MAX_IDS, KnownPrompt, KnownPrompts, Loss, Match
+from proxy.explain.known import MAX_IDS, NO_LOSS, KnownPrompt, KnownPrompts, Loss, Match
 from proxy.explain.sketch import Sketch, sketch_of
 
 SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
@@ -133,9 +133,9 @@ def test_loss_is_told_as_far_as_it_reached() -> None:
         assert found is not None
         return found.known.loss
 
-    assert loss(*RUN[:100]) == Loss(Cause.EVICTED, 60)
+    assert loss(*RUN[:100]) == (Cause.EVICTED, 60)
     add(prompts, "b", prompt(*RUN[:100]))
-    assert loss(*RUN[:100]) == Loss(), "it was evaluated again"
+    assert loss(*RUN[:100]) == NO_LOSS, "it was evaluated again"
 
 
 def test_conversation_is_known_by_two_messages_or_a_long_answer_not_by_one_message() -> None:
