@@ -169,7 +169,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     clients.on_shutdown.append(unread.stop)
-    # Before anything is asked of llama-server, which another proxy may have: it would be disturbed.
+    # Before the first call to llama-server: another proxy may be using it, and would be disturbed.
     for address in (settings.admin, settings.listen):
         (await _bind(asyncio.Protocol, address)).close()
     # In reverse order of leaving: stop listening, then save, then stop watching.
@@ -221,7 +221,7 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         try:
             await runner.cleanup()
         except asyncio.CancelledError:
-            # Told again. Requests that still run end here, while llama-server can still be asked.
+            # A second signal. Requests that still run end here, while llama-server still answers.
             await connected.shutdown(0.001)  # 0 is no limit
             raise
 

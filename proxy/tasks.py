@@ -36,14 +36,14 @@ class Tasks:
 
 
 class Turn:
-    """A place in the line; the first in the line has the turn. A second `end` is harmless."""
+    """A caller in the queue; the first caller in the queue has the turn. A second `end` is harmless."""
 
     def __init__(self, turns: "Turns") -> None:
         self._turns = turns
         self.has_come = asyncio.Event()
 
     def end(self) -> None:
-        """Leave the line; the next in line gets the turn."""
+        """Leave the queue; the next caller gets the turn."""
         self._turns.leave(self)
 
 
@@ -52,20 +52,20 @@ class Turns:
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
         """*on_end* is called between two turns, when the turn is free."""
-        self._line: deque[Turn] = deque()
+        self._queue: deque[Turn] = deque()
         self._on_end = on_end
 
     @property
     def n_waiting(self) -> int:
-        return max(0, len(self._line) - 1)
+        return max(0, len(self._queue) - 1)
 
     @property
     def is_taken(self) -> bool:
-        return bool(self._line) and self._line[0].has_come.is_set()
+        return bool(self._queue) and self._queue[0].has_come.is_set()
 
     def try_take(self) -> Turn | None:
         """Return the turn if it is free, else None."""
-        return None if self._line else self._join()
+        return None if self._queue else self._join()
 
     async def take(self) -> Turn:
         """Wait for the turn."""
@@ -78,19 +78,19 @@ class Turns:
         return turn
 
     def leave(self, turn: Turn) -> None:
-        """Take a turn out of the line; if it was the first, the next one gets the turn."""
-        if turn in self._line:
-            self._line.remove(turn)
+        """Take a caller out of the queue; if it was the first, the next caller gets the turn."""
+        if turn in self._queue:
+            self._queue.remove(turn)
             if not self.is_taken:
                 self._on_end()
                 self._let_first_come()
 
     def _join(self) -> Turn:
         turn = Turn(self)
-        self._line.append(turn)
+        self._queue.append(turn)
         self._let_first_come()
         return turn
 
     def _let_first_come(self) -> None:
-        if self._line:
-            self._line[0].has_come.set()
+        if self._queue:
+            self._queue[0].has_come.set()

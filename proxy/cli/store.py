@@ -33,7 +33,7 @@ from proxy.cli.command import (
 )
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
-from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, way_to
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, path_to
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import StateFiles
 from proxy.store.offline import (
@@ -423,7 +423,7 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
     of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
     found: dict[str, list[ListedCheckpoint]] = {}
     for checkpoint in checkpoints:
-        for node_id in (checkpoint.id, *way_to(checkpoint.parent)):
+        for node_id in (checkpoint.id, *path_to(checkpoint.parent)):
             last = node_id.rpartition("/")[2]
             # Zeros name nothing: 0 is the id of everything unknown.
             if node_id == text or (last.strip("0") and last.startswith(text.lower())):

@@ -90,7 +90,7 @@ class _Pair:
     """A new and a known chat prompt, whether they are of one conversation, and where they differ first.
 
     Their texts differ at character `at`; None if they are not kept. `differing` is the first message that
-    the client changed, `message` the first one that is rendered differently, `part` where that lies.
+    the client changed, `message` the first one that is rendered differently, `part` the part it is in.
     """
 
     def __init__(self, new: Rendering, old: Rendering, at: int | None, *, is_same: bool) -> None:

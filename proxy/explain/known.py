@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from proxy.serving.request import Account
 
 SLACK_TOKENS = 64
-"""Fewer missed tokens are not explained: states end a few tokens before prompts do."""
+"""Fewer missed tokens are not explained: a state ends a few tokens before its prompt."""
 MAX_IDS = 100
 """How many request ids are kept with a prompt; `warm --from-request` finds the prompt by them."""
 _OWN_BYTES, _MESSAGE_BYTES = 2000, 480
@@ -66,7 +66,7 @@ class KnownPrompt:
 
     @cached_property
     def keys(self) -> frozenset[int]:
-        """The keys of its conversation; making them reduces the request to its sketch."""
+        """The keys of the prompt's conversation; making the keys reduces the request to its sketch."""
         self.rendering.reduce()
         return frozenset(self.sketch.conversation_keys(self.namespace))
 
@@ -139,7 +139,7 @@ class KnownPrompts:
         """Return the nearest known prompt, and the prompt to compare a new one with.
 
         *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:
-        1. The prompt continues the last prompt of its conversation: that is both.
+        1. The prompt continues the last prompt of its conversation, which is both.
         2. The nearest prompt is of the same conversation, too: it is the one to compare.
         3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
            If the nearest prompt ended later and has the same first message, it began this conversation

@@ -148,7 +148,7 @@ class Journal:
         return self.past.today
 
     def title_of(self, request: "Request") -> Title:
-        """Return what people know a request's conversation by, as far as text is kept."""
+        """Return the client of a request's conversation and, if text is kept, its first words."""
         return Title(self.shown(request.words), request.client)
 
     def shown(self, words: str) -> str:
@@ -161,7 +161,7 @@ class Journal:
             self.prompts.note_loss(namespace, tokens, cause)
 
     def note_chat(self, request: "Request") -> Kind:
-        """Return what a request that was read is to its conversation."""
+        """Return the kind of a request that was read, and remember the request for later ones."""
         assert request.conversation is not None and request.chat is not None
         fields, words = request.chat.fields, self.shown(request.words)
         asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
@@ -172,13 +172,13 @@ class Journal:
         return kind
 
     def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
-        """Keep what a request is compared by, under llama-server's id of its answer."""
+        """Keep the digests of a request under llama-server's id of its answer."""
         self._named[tenant, message_id] = new
 
     def compare(
         self, tenant: bytes, message_id: str, new: sketch.Named, prompt: Prompt | None
     ) -> sketch.Compared | None:
-        """Return a request beside the one that had the answer of this id; None if that is not known."""
+        """Compare a request with the one whose answer had this id; None if that request is not known."""
         if (old := self._named.get((tenant, message_id))) is None:
             return None
         changed = frozenset(sketch.changes(new, old))
@@ -511,7 +511,7 @@ class Report:
         )
 
     def described(self, request: "Request") -> dict[str, Any]:
-        """Return what people know a request by."""
+        """Return the fields that name a request for people."""
         words = request.words or (sketch.words_of(request.body.fields) if request.body else "")
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {

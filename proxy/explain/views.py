@@ -1,7 +1,8 @@
 """The store and the recent requests as operators see them.
 
-Owns: the store as a tree, what a node of it sums up, which checkpoints a selection means, and the JSON that
-the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md). Pure.
+Owns: the store as a tree, with the sums of each node; traces, which are requests without their texts; and
+the JSON that the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md).
+Pure.
 """
 
 from array import array
@@ -35,7 +36,7 @@ def parent_of(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.namespace.hex()}/{family.header_id:016x}{session}"
 
 
-def way_to(node_id: str) -> list[str]:
+def path_to(node_id: str) -> list[str]:
     """Return the ids of the nodes from a namespace down to a node, itself included."""
     return list(accumulate(node_id.split("/"), "{}/{}".format))
 
@@ -84,7 +85,7 @@ class Outline:
         """The checkpoint under each node that was used last."""
 
     def add(self, checkpoint: Checkpoint) -> None:
-        for node_id in ("", *way_to(parent_of(checkpoint))):
+        for node_id in ("", *path_to(parent_of(checkpoint))):
             if (node := self._nodes.get(node_id)) is None:
                 parent, level = node_id.rpartition("/")[0], _LEVELS[1 + node_id.count("/")]
                 node = self._nodes[node_id] = ListedNode(id=node_id, parent=parent, level=level)

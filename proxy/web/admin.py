@@ -179,7 +179,7 @@ class Admin:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as requests are answered; `state` and `reasons` say how well they are cached."""
-        return json_response(standing(self._shared, self._pool))
+        return json_response(status_of(self._shared, self._pool))
 
     async def openapi(self, request: web.Request) -> web.Response:
         """Return the OpenAPI document of this listener."""
@@ -230,7 +230,7 @@ class Admin:
         names, present = model_names(store.index), self._shared.served.present()
         listed = list[views.ListedCheckpoint]()
         async for c in in_slices(store):
-            if not node_id or node_id in views.way_to(views.parent_of(c)):
+            if not node_id or node_id in views.path_to(views.parent_of(c)):
                 value, is_warm = round(store.value_seconds(c, present), 3), store.is_warm(c)
                 listed.append(views.list_checkpoint(c, names, value_seconds=value, is_warm=is_warm))
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
@@ -379,10 +379,10 @@ async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoi
             slice_ends_at = time.perf_counter() + _SLICE_SECONDS
 
 
-def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
+def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
     """Return how requests are served now, by which llama-servers, and how full the store is.
 
-    /health, the live page and `stats` all show this. `servers` are the attached llama-servers.
+    /health, the live page and `stats` all show these facts. `servers` are the attached llama-servers.
     """
     degradations, store = shared.everywhere, shared.opened_store
     return {

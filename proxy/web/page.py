@@ -1,8 +1,8 @@
 """The live page of the admin listener: its files, and server-sent events that keep it up to date.
 
-For each open page the proxy takes a look at itself twice a second, and sends the look if it differs from
-the last one. Looks are not queued: a page that does not read fills one socket buffer and is then cut off,
-and requests never wait for a page. While no page is open, the proxy takes no looks.
+For each open page the proxy makes an overview of itself twice a second, and sends it if it differs from the
+last overview. Overviews are not queued: a page that does not read fills one socket buffer and is then cut
+off, and requests never wait for a page. While no page is open, the proxy makes no overviews.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
-from proxy.web.admin import json_response, standing
+from proxy.web.admin import json_response, status_of
 from proxy.web.writer import OF_EVENTS
 
 POLICY = (
@@ -41,10 +41,10 @@ _HEADERS = {
 }
 _ASSETS = Path(__file__).with_name("assets")
 MAX_REQUESTS = 50
-"""The most requests in one look; earlier ones are at /requests."""
+"""The most requests in one overview; earlier requests are at /requests."""
 _MAX_DIGITS = 18
 MAX_READERS = 16
-LOOK_SECONDS = 0.5
+_OVERVIEW_SECONDS = 0.5
 PATIENCE_SECONDS = 10.0
 SIGN_OF_LIFE_SECONDS = 15.0
 PROGRESS_SECONDS = 1.0
@@ -54,7 +54,7 @@ _HISTORY = "history"
 
 
 class LivePage:
-    """Serves the page at `/`, its files under `/page/`, and looks at the running proxy."""
+    """Serves the page at `/`, its files under `/page/`, and overviews of the running proxy."""
 
     def __init__(self, shared: Shared, pool: Pool) -> None:
         self._stopping = asyncio.Event()
@@ -92,14 +92,14 @@ class LivePage:
     def since(self, position: str) -> dict[str, Any]:
         """Return the present state and the requests since *position*; the last ones if it is not known.
 
-        The field `position` names this look: a look since that position has only later requests.
+        The field `position` names this overview: an overview since that position has only later requests.
         """
         self._ask_for_progress()
         journal, (run, _, number) = self._shared.journal, position.partition("-")
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
         return {
-            **standing(self._shared, self._pool),
+            **status_of(self._shared, self._pool),
             "shared_store": self._pool.settings.shared_store,
             "in_flight": [self._flight(request) for request in journal.in_flight.values()],
             "today": journal.today(),
@@ -111,7 +111,7 @@ class LivePage:
     def _ask_for_progress(self) -> None:
         """Begin to ask every busy llama-server for its progress, once a second at most.
 
-        The look does not wait for it: a llama-server answers only between two batches.
+        The overview does not wait for the answers: a llama-server answers only between two batches.
         """
         is_due = time.monotonic() - self._asked_at > PROGRESS_SECONDS
         if not self._shared.journal.in_flight:
@@ -130,7 +130,7 @@ class LivePage:
     def _flight(self, request: Request) -> dict[str, Any]:
         """Return a request that has not ended; `phase` names its wait or its work.
 
-        `n_done` tokens of its prompt are in the slot, null if that is not known.
+        `n_done` tokens of its prompt are in the slot; null if their number is not known.
         """
         plan = request.account.plan if request.account else None
         n_reused = n_done = plan.start.n_reused if plan else None
@@ -195,7 +195,7 @@ class LivePage:
         return web.FileResponse(path, headers=_HEADERS)
 
     async def overview(self, request: web.Request) -> web.Response:
-        """Return one look, with the requests since the position in `since`."""
+        """Return one overview, with the requests since the position in `since`."""
         return json_response(self.since(request.query.get("since", "")))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
@@ -216,14 +216,14 @@ class LivePage:
         return response
 
     async def _tell(self, response: web.StreamResponse, position: str) -> None:
-        """Write each changed look; raises TimeoutError if the reader does not read."""
+        """Write each changed overview; raises TimeoutError if the reader does not read."""
         told: dict[str, Any] | None = None
         told_at = time.monotonic()
         while not self._stopping.is_set():
-            look, data = self.since(position), b""
-            if told is None or look | {"requests": told["requests"]} != told:
-                told, position = look, look["position"]
-                data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(look))
+            new, data = self.since(position), b""
+            if told is None or new | {"requests": told["requests"]} != told:
+                told, position = new, new["position"]
+                data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(new))
             elif time.monotonic() - told_at > SIGN_OF_LIFE_SECONDS:
                 data = b":\n\n"
             if data:
@@ -231,4 +231,4 @@ class LivePage:
                     await response.write(data)
                 told_at = time.monotonic()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
+                await asyncio.wait_for(self._stopping.wait(), _OVERVIEW_SECONDS)
