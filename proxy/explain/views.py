@@ -1,8 +1,8 @@
 """The store and the recent requests as operators see them.
 
 Owns: the store as a tree, with the sums of each node; traces, which are requests without their texts; and
-the JSON that the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md).
-Pure.
+the JSON that the admin listener, the commands and the live page share (docs/monitoring.md,
+docs/live-page.md). Pure.
 """
 
 from array import array
