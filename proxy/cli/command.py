@@ -219,8 +219,7 @@ class RunningProxy:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
-        return listed["checkpoints"]
+        return self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])["checkpoints"]
 
     def told(self) -> dict[str, Any]:
         """Return the overview that the live page shows."""
@@ -229,10 +228,7 @@ class RunningProxy:
     def clients_side(self, told: dict[str, Any], url: str | None) -> "RunningProxy":
         """Return the listener for clients, at *url* or where the overview tells; exits without a model."""
         if not told["servers"]:
-            none = (
-                "there is no model yet: give llama-server one (-m FILE), or wait until it is loaded"
-            )
-            fail(none, Exit.UNAVAILABLE)
+            fail("no model yet: give llama-server one (-m FILE), or let it load", Exit.UNAVAILABLE)
         address = url or reachable(told["listen"], self.address.rpartition(":")[0])
         return RunningProxy(address.removeprefix("http://").rstrip("/"))
 
@@ -282,12 +278,9 @@ class RunningProxy:
                 connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
                 if reply.status == 401 and 401 not in refusals:
-                    fail(
-                        f"the proxy at {self.address} asks for its admin token: give --admin-token-file"
-                        f" FILE. Unless its settings say otherwise, the file is {ADMIN_TOKEN} in its"
-                        " --slot-save-path",
-                        Exit.USAGE,
-                    )
+                    usual = f"by default {ADMIN_TOKEN} in its --slot-save-path"
+                    asks = f"the proxy at {self.address} asks for its admin token"
+                    fail(f"{asks}: give --admin-token-file FILE, {usual}", Exit.USAGE)
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()) or self.fail_foreign(), status)

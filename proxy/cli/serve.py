@@ -41,9 +41,7 @@ from proxy.settings import (
     split_address,
 )
 
-_CONNECT = (
-    " " * 10 + "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
-)
+_CONNECT = "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
 
 # `llama-prefix-cache serve`: serves in front of a llama-server that it did not start.
 
@@ -140,7 +138,7 @@ def _listeners(settings: Settings) -> str:
     url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
     is_usual = settings.admin == SCHEMA["admin"]["default"]
     where = "" if is_usual else f" --admin {reachable(settings.admin)}"
-    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}{where}"
+    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{'':10}{_CONNECT}{where}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.

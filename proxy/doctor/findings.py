@@ -297,8 +297,7 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
     body = f""" -d '{{"model": "{facts.name}"}}'""" if facts.host == "router" else ""
     return limit(
         "slots",
-        f"{text} Probes need an empty one, and none was emptied: what a restored state is good for was"
-        " not examined.",
+        f"{text} Probes need an empty slot, and none was emptied: restores were not examined.",
         "Run doctor when llama-server has just started, or empty a slot N whose work you can spare:"
         f" curl -X POST '{facts.url}{path}/slots/N?action=erase'{body}",
     )
@@ -310,9 +309,7 @@ def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
     if facts.has_ram_cache is None:
         text = "Could not be told; llama-server should run with --cache-ram 0."
     elif facts.has_ram_cache:
-        text = (
-            "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
-        )
+        text = "It is on: llama-server swaps prompts in slots, for clients of any API key."
     cure = "Start llama-server with --cache-ram 0, without --cache-disk and --radix-cache"
     return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
 
@@ -356,8 +353,8 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
         return ok("checkpoints", f"{have}; {usable} fit the model that runs now.")
     return limit(
         "checkpoints",
-        f"{have}; none fits the model that runs now: they are of another model, or of this one with another"
-        " cache layout or other adapters. They take up the budget until newer ones push them out.",
+        f"{have}; none fits: they are of another model, another cache layout or other adapters. They take up"
+        " the budget until newer checkpoints push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
         f" each model a --slot-save-path of its own; to delete them, {_how_to_empty(setup)}",
     )

@@ -173,11 +173,8 @@ _PADDED = f"\n {_REASONING}\n "
 _TEXT = "Zaq answers"
 _FUNCTION = {"name": "zaq", "arguments": "{}"}
 _CALL = {"id": "call_0000", "type": "function", "function": _FUNCTION}
-_PARAMETERS = {"type": "object", "properties": {}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "zaq", "description": "", "parameters": _PARAMETERS},
-}
+_DEFINITION = {"name": "zaq", "description": "", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _DEFINITION}
 
 
 def _says(role: str, content: str) -> Json:

@@ -280,9 +280,8 @@ def import_checkpoints(
     except (tarfile.TarError, StoreFault, OSError) as error:
         is_other = isinstance(error, tarfile.TarError)
         why = "it is not what `export` writes" if is_other else in_words(error)
-        place = (
-            "" if isinstance(error, OSError) else f"{file}: "
-        )  # an OSError names its file itself
+        # An OSError names its file itself.
+        place = "" if isinstance(error, OSError) else f"{file}: "
         entered = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
         told = entered if imported.entered else "nothing of it was entered"
         raise StoreFault(f"{place}{why}; {told}") from error
@@ -334,8 +333,7 @@ def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
     is_new = namespace_of(store.index, owner) is None
     if is_new and not may_be_new:
         raise StoreFault(
-            "it is of another model, quantization, adapter or slot file version than those that this "
-            "directory was used with, or its model answers differently here"
+            "it is of another model, adapter or slot file version, or its model answers differently here"
         )
     return is_new
 
@@ -355,10 +353,8 @@ def _enter(
         return None
     free_bytes = store.files.free_bytes()
     if record.size_bytes > free_bytes - min_free_bytes:
-        raise StoreFault(
-            f"there is no room for it: a state is {record.size_bytes:,} bytes, {free_bytes:,} are free in "
-            f"{store.files.directory}, and {min_free_bytes:,} are to stay free"
-        )
+        needs = f"a state is {record.size_bytes:,} bytes, {min_free_bytes:,} must stay free"
+        raise StoreFault(f"there is no room for it: {free_bytes:,} bytes are free, {needs}")
     name = store.files.new_temporary_name()
     try:
         with store.files.path(name).open("xb") as target:

@@ -236,9 +236,8 @@ class CheckpointStore(Catalogue):
             if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
                     limit,
-                    f"{n_bytes:,} bytes more are needed ({limit}) than may go: {free_bytes:,} are free, "
-                    f"checkpoints have {self.size_bytes:,}, of which {self.pinned_bytes:,} are pinned; "
-                    "the others are in use or pinned",
+                    f"{n_bytes:,} bytes are missing ({limit}): {free_bytes:,} are free, and the checkpoints"
+                    f" left are in use or pinned ({self.pinned_bytes:,} of {self.size_bytes:,} bytes)",
                 )
             await self._remove(victims, limit)
         except BaseException as error:

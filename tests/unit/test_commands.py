@@ -198,7 +198,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         RunningProxy("127.0.0.1:1").clients_side({"servers": [], "listen": ":8081"}, None)
-    assert "there is no model yet: give llama-server one (-m FILE)" in capsys.readouterr().err
+    assert "no model yet: give llama-server one (-m FILE)" in capsys.readouterr().err
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
