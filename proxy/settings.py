@@ -266,9 +266,7 @@ def parse_shared_store(text: str) -> tuple[str, str, SharedLimits]:
         sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
         return told["url"], told.get("key_file", ""), SharedLimits(**sizes)
     except (KeyError, ValueError) as error:
-        raise SettingsError(
-            f"shared_store: {error} is missing or no size, such as 50GiB"
-        ) from error
+        raise SettingsError(f"shared_store: {error} is missing or no size (50GiB)") from error
 
 
 def reachable(address: str, machine: str = "127.0.0.1") -> str:
@@ -402,9 +400,7 @@ def default_directory() -> Path:
 def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
     """Return the settings with their defaults; raises SettingsError if a needed directory is missing."""
     if "slot_save_path" not in merged:
-        raise SettingsError(
-            "slot_save_path is missing: give llama-server's --slot-save-path, or start it by `run`"
-        )
+        raise SettingsError("slot_save_path is missing: give llama-server's, or start it by `run`")
     settings = _convert(merged, "settings", strict=False)
     path = Path(settings.slot_save_path).expanduser()
     try:
@@ -412,9 +408,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     except OSError as error:
         raise SettingsError(f"slot_save_path: {in_words(error)}") from error
     if needs_directory and not is_directory:
-        raise SettingsError(
-            f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
-        )
+        raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")
     return msgspec.structs.replace(settings, slot_save_path=str(path))
 
 

@@ -192,9 +192,7 @@ def _put(path: Path, text: str) -> None:
 
 def _agree(path: Path, before: str, after: str) -> None:
     """Show the difference, and exit unless the user agrees to it."""
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), str(path), "", lineterm=""
-    )
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), lineterm="")
     click.echo("\n".join(lines), err=True)
     agree(f"Write {path}?")
 

@@ -244,9 +244,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     own = {"upstream": launch.upstream, "upstream_api_key": api_key}
     settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
-        raise SettingsError(
-            f"llama-server's --port {launch.port} is the proxy's own: choose another"
-        )
+        raise SettingsError(f"--port {launch.port} is the proxy's own: choose another")
     return settings
 
 

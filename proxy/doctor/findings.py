@@ -353,8 +353,8 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
         return ok("checkpoints", f"{have}; {usable} fit the model that runs now.")
     return limit(
         "checkpoints",
-        f"{have}; none fits: they are of another model, another cache layout or other adapters. They take up"
-        " the budget until newer checkpoints push them out.",
+        f"{have}; none fits: they are of another model, another cache layout or other adapters. They take"
+        " up the budget until newer checkpoints push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
         f" each model a --slot-save-path of its own; to delete them, {_how_to_empty(setup)}",
     )

@@ -277,7 +277,5 @@ class Verification:
                 found.append(await read(offset, part))
                 await asyncio.sleep(part.n_bytes / bytes_per_second)
         if not all(found):
-            raise StateDamaged(
-                f"{name} is not what was saved: {found.count(False)} of its parts differ"
-            )
+            raise StateDamaged(f"{name}: {found.count(False)} of its parts are not what was saved")
         self.verified[checkpoint.id] = stamp

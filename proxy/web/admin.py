@@ -270,9 +270,7 @@ class Admin:
         if checkpoint.is_pinned and not may_be_pinned:
             raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
         if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):
-            raise _refused(
-                web.HTTPConflict, "it is in use; try again", views.Deleted(0, 0, n_in_use=1)
-            )
+            raise _refused(web.HTTPConflict, "it is in use", views.Deleted(0, 0, n_in_use=1))
         return json_response(views.Deleted(1, checkpoint.size_bytes))
 
     # Warming: a header is evaluated and kept before somebody needs it.
