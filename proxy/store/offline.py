@@ -267,10 +267,9 @@ def import_checkpoints(
                 sidecar = decode_sidecar(_open(tar, head).read(MOST_RECORD_BYTES))
                 if sidecar is None or sidecar.owner is None:
                     raise StoreFault(f"it is not what `export` writes: {head.name} is no record")
-                owner = sidecar.owner
-                imported.is_new_model |= _is_new(store, owner, may_be_new=may_be_new)
-                state = _open(tar, tar.next())
-                entered = _enter(store, there, sidecar.checkpoint, owner, state, min_free_bytes)
+                imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)
+                of_record = sidecar.checkpoint, sidecar.owner
+                entered = _enter(store, there, *of_record, _open(tar, tar.next()), min_free_bytes)
                 if entered is None:
                     imported.n_already_there += 1
                 else:

@@ -236,8 +236,8 @@ class CheckpointStore(Catalogue):
             if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
                     limit,
-                    f"{n_bytes:,} bytes are missing ({limit}): {free_bytes:,} are free, and the checkpoints"
-                    f" left are in use or pinned ({self.pinned_bytes:,} of {self.size_bytes:,} bytes)",
+                    f"{n_bytes:,} bytes are missing ({limit}), and checkpoints not in use or pinned have less:"
+                    f" {free_bytes:,} are free, {self.pinned_bytes:,} of {self.size_bytes:,} are pinned",
                 )
             await self._remove(victims, limit)
         except BaseException as error:
