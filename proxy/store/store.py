@@ -236,7 +236,7 @@ class CheckpointStore(Catalogue):
             if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
                     limit,
-                    f"{n_bytes:,} bytes are missing ({limit}), and checkpoints not in use or pinned have less:"
+                    f"{n_bytes:,} bytes are missing ({limit}); checkpoints not in use or pinned have less:"
                     f" {free_bytes:,} are free, {self.pinned_bytes:,} of {self.size_bytes:,} are pinned",
                 )
             await self._remove(victims, limit)
