@@ -35,15 +35,8 @@ from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, path_to
 from proxy.settings import Settings, size_in_words
+from proxy.store import offline
 from proxy.store.files import StateFiles
-from proxy.store.offline import (
-    ProblemKind,
-    examine,
-    export_checkpoints,
-    import_checkpoints,
-    mend,
-    read_records,
-)
 
 # `llama-prefix-cache ls`: the stored checkpoints as a tree.
 
@@ -311,10 +304,10 @@ def check(settings: Settings, fix: bool) -> None:
     with opened(Path(settings.slot_save_path), mends_index=fix) as store:
         sizes = [checkpoint.size_bytes for checkpoint in store.checkpoints()]
         with progress("reading", sum(sizes)) as update:
-            problems = examine(store, lambda n: update(advance=n))
+            problems = offline.examine(store, lambda n: update(advance=n))
         if fix:
-            mend(store, problems)
-    is_mended = fix and all(p.kind is not ProblemKind.FILE_UNREADABLE for p in problems)
+            offline.mend(store, problems)
+    is_mended = fix and all(p.kind is not offline.ProblemKind.FILE_UNREADABLE for p in problems)
     rows = [
         (
             problem.name,
@@ -354,14 +347,14 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     """
     files = StateFiles(Path(settings.slot_save_path))
     with told_plainly():
-        records = read_records(files)
+        records = offline.read_records(files)
         models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
         listed = [list_checkpoint(record.checkpoint, models) for record in records]
         ids = sorted({c.id for name in names for c in named(name, listed)})
         chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
         n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
         with progress("exporting", n_bytes) as update:
-            export_checkpoints(files, chosen, file, lambda n: update(advance=n))
+            offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
     answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}")
 
@@ -387,7 +380,7 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     """
     with opened(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:
-            imported = import_checkpoints(
+            imported = offline.import_checkpoints(
                 store,
                 file,
                 lambda n: update(advance=n),
