@@ -23,7 +23,7 @@ from proxy.core.model import Checkpoint, SlotId
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace, TokenIds, token_ids
-from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup, is_same_model
+from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.errors import (
     CacheFault,
     IndexDamaged,
@@ -242,7 +242,8 @@ def _note_states(
     _, owner = next(owners(process.store.index))
     facts.owner = owner
     checkpoints, known = stored
-    sizes = [c.size_bytes for c in checkpoints if is_same_model(owner, known.get(c.namespace))]
+    usable = {namespace for namespace, other in known.items() if owner.has_same_model(other)}
+    sizes = [c.size_bytes for c in checkpoints if c.namespace in usable]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from proxy.core.conditions import PASSING, DegradationKind, State
-from proxy.core.model import Rule, RuleKind, is_same_canary
+from proxy.core.model import Rule, RuleKind
 from proxy.core.rates import seconds_in_words
 from proxy.health import Degradation
 from proxy.llama.state_file import SUPPORTED_VERSIONS, Section
@@ -24,15 +24,6 @@ from proxy.store.known_models import Owner
 USUAL_TOKENS = 10_000
 Layout = tuple[int, tuple[Section, ...] | None]
 """Slot file version and memory sections of a state file; the sections are None if not understood."""
-
-
-def is_same_model(one: Owner, other: Owner | None) -> bool:
-    """Return whether the states of two owners are of the same model, even in different stores."""
-    return (
-        other is not None
-        and one.static == other.static
-        and is_same_canary(one.known.canary, other.known.canary)
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -494,7 +485,7 @@ def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
     a, b = left.owner, right.owner
     if a is None or b is None:
         return None
-    if is_same_model(a, b) and left.n_ctx == right.n_ctx:
+    if a.has_same_model(b) and left.n_ctx == right.n_ctx:
         return None
     text = (
         f"{left.name} and {right.name} cannot continue all states of each other: they serve {left.model}"

@@ -15,6 +15,7 @@ from proxy.core.model import (
     Checkpoint,
     KnownNamespace,
     choose_namespace,
+    is_same_canary,
     new_namespace,
     tenant_namespace,
 )
@@ -31,6 +32,10 @@ class Owner(msgspec.Struct, frozen=True):
     static: str
     known: KnownNamespace
     tenant: bytes
+
+    def has_same_model(self, other: "Owner") -> bool:
+        """Return whether the states of both owners are of one model, even in different stores."""
+        return self.static == other.static and is_same_canary(self.known.canary, other.known.canary)
 
 
 def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
