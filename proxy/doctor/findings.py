@@ -256,10 +256,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
 
 def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str]:
     """Return the parts of cures that depend on this server and this directory."""
-    places = {
-        "router": ", on the command line of the router",
-        "llama-swap": ", in its cmd in llama-swap's configuration",
-    }
+    places = {"router": ", on the command line of the router", "llama-swap": ", in the model's cmd"}
     files = f"files of uid {facts.probe_owner_uid} have mode {facts.probe_mode:o}"
     probe = f"Remove the probe {facts.probe_name} where llama-server writes."
     can_save = (

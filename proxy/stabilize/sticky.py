@@ -187,10 +187,8 @@ def sticky_reminders(draft: Draft) -> None:
     identified by its number and the user's own text.
     """
     messages = list(draft.messages)
-    texts = {
-        i: plain_text(m.get("content")) for i, m in enumerate(messages) if m.get("role") == "user"
-    }
-    prompts = [(i, text) for i, text in texts.items() if text is not None]
+    users = [(i, m.get("content")) for i, m in enumerate(messages) if m.get("role") == "user"]
+    prompts = [(i, text) for i, content in users if (text := plain_text(content)) is not None]
     for number, (i, text) in enumerate(prompts, 1):
         key = draft.key("reminder", str(number), without_reminders(text))
         first, is_newest = draft.memory.get(key), number == len(prompts)
