@@ -277,10 +277,9 @@ def reachable(address: str, machine: str = "127.0.0.1") -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine reaches a listener at *host*."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def admin_token_file(settings: Settings) -> Path:

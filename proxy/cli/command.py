@@ -320,13 +320,12 @@ def proxy_of(settings: Settings) -> RunningProxy:
 
 def _complaint(body: bytes) -> str:
     """Return the message of an error body, empty if it has none."""
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         error = msgspec.json.decode(body)["error"]
         said = str(error["message"] if isinstance(error, dict) else error)
-        # The second is llama-server's own, for a path that it has not.
+        # llama-server answers "File Not Found" for an unknown path.
         return said.removeprefix("llama-prefix-cache: ").removeprefix("File Not Found")
-    except (ValueError, KeyError, TypeError):
-        return ""
+    return ""
 
 
 class DirectoryStore:

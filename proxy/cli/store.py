@@ -67,8 +67,8 @@ def ls(store: Store, name: str | None, shows_all: bool) -> None:
     Under each model (and API key that asked for it) are its headers (tools and system prompt, by the
     client that sends them), under each header its sessions, by the first words of their users. ID is the
     beginning of the digits behind them, 4 at least, or the name of a model. The worth of a checkpoint is
-    the seconds of evaluation that it spares; it falls while the checkpoint is not used. Checkpoints of the
-    least worth for their size are deleted first.
+    the seconds of evaluation that it spares; it falls while the checkpoint is not used. Checkpoints with
+    the least worth for each byte are deleted first.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)

@@ -139,11 +139,10 @@ _FALLBACK_BYTES = 8 << 30
 
 def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Return how many bytes of files the kernel can probably keep in memory."""
-    try:
+    with suppress(OSError, KeyError, ValueError):
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024 // 2
-    except (OSError, KeyError, ValueError):
-        return _FALLBACK_BYTES
+    return _FALLBACK_BYTES
 
 
 MAX_COMPARED = 512

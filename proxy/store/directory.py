@@ -117,10 +117,9 @@ def decode_sidecar(data: bytes) -> Sidecar | None:
     digest, record = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_128_digest(record):
         return None
-    try:
+    with suppress(ValueError):  # also raised for text that is not UTF-8
         return msgspec.msgpack.decode(record, type=Sidecar)
-    except ValueError:  # also raised for text that is not UTF-8
-        return None
+    return None
 
 
 class Lost(StrEnum):

@@ -96,10 +96,9 @@ class StateFiles:
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a file; 0 if it is gone."""
-        try:
+        with suppress(OSError):
             return self.path(name).stat().st_size
-        except OSError:
-            return 0
+        return 0
 
     def parts(self, name: str, sizes: Sequence[int]) -> tuple[FilePart, ...]:
         """Return the parts of a file as it is now; raises OSError if it cannot be read."""
@@ -247,10 +246,9 @@ class Verification:
     def is_done(self, checkpoint: Checkpoint) -> bool:
         """Return whether a file was verified and has not changed since."""
         verified = self.verified.get(checkpoint.id)
-        try:
+        with suppress(OSError, StateDamaged):
             return verified is not None and verified == self._files.stamp(checkpoint.file_name)
-        except (OSError, StateDamaged):
-            return False
+        return False
 
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
         """Read a file; raises StateDamaged if it is not what was saved, OSError if it cannot be read.

@@ -70,13 +70,10 @@ def is_own_name(host: str, own_host: str = "") -> bool:
     """Return whether nobody else can own the name in a Host header; *own_host* is ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     name = name.strip("[]").rstrip(".").lower()
-    if "." not in name or name == own_host.lower() or name.endswith(_PRIVATE):
-        return True
-    try:
+    with suppress(ValueError):
         ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
+    return "." not in name or name == own_host.lower() or name.endswith(_PRIVATE)
 
 
 def only_operators(token: str | None, open_paths: Collection[str], own_host: str) -> Middleware:
