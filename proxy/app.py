@@ -76,8 +76,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    switched_on = parse_switches(settings.stabilizers)
-    journal = Journal(Keep(settings.explain_keep), switched_on)
+    journal = Journal(Keep(settings.explain_keep), parse_switches(settings.stabilizers))
     shared = new_shared(store, metrics, degradations, journal)
     shared.tier = open_tier(settings, shared)
     try:

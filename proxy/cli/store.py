@@ -247,8 +247,7 @@ def purge(
     unused_since = time.time() - unused_for
     chosen = all_named(store, [namespace]) if namespace else store.checkpoints()
     chosen = [checkpoint for checkpoint in chosen if checkpoint.last_used_at <= unused_since]
-    deleted = _delete(store, chosen, with_pinned=pinned, is_dry_run=dry_run)
-    _tell_deleted(deleted)
+    _tell_deleted(_delete(store, chosen, with_pinned=pinned, is_dry_run=dry_run))
 
 
 def _delete(
@@ -435,5 +434,4 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
 def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
     """Return the checkpoints that *names* name, each once; exits if one of them names nothing."""
     checkpoints = store.checkpoints()
-    found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
-    return list({checkpoint.id: checkpoint for checkpoint in found}.values())
+    return list({c.id: c for name in names for c in named(name, checkpoints)}.values())

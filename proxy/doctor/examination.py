@@ -320,8 +320,7 @@ class ProbedServer(LlamaServer):
     async def restore(self, slot_id: SlotId, file_name: str) -> int:
         began = time.monotonic()
         n_restored = await super().restore(slot_id, file_name)
-        seconds = time.monotonic() - began
-        self.restores.append((self.files.size_bytes(file_name), seconds))
+        self.restores.append((self.files.size_bytes(file_name), time.monotonic() - began))
         return n_restored
 
     async def erase(self, slot_id: SlotId) -> None:
