@@ -124,9 +124,9 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     from proxy.shared.remote import Remote
     from proxy.shared.tier import Tier
 
+    (bucket, sealing), limits = opened, parse_shared_store(settings.shared_store)[2]
     seen = shared.metrics, shared.everywhere, shared.faults
-    _, _, limits = parse_shared_store(settings.shared_store)
-    return Tier(Remote(store, *opened, shared.served.present, *seen), limits)
+    return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), limits)
 
 
 def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":

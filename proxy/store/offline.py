@@ -281,8 +281,8 @@ def import_checkpoints(
         why = "it is not what `export` writes" if is_other else in_words(error)
         # An OSError names its file itself.
         place = "" if isinstance(error, OSError) else f"{file}: "
-        entered = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
-        told = entered if imported.entered else "nothing of it was entered"
+        stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
+        told = stayed if imported.entered else "nothing of it was entered"
         raise StoreFault(f"{place}{why}; {told}") from error
     return imported
 

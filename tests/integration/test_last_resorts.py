@@ -55,7 +55,7 @@ async def test_slot_that_a_save_finds_tainted_is_erased_before_it_is_used(
 async def test_want_of_room_is_not_called_a_failing_save(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         assert rig.running.store is not None
-        rig.running.store._budget.limits = Limits(1000, 0)
+        rig.running.store.writes.limits = Limits(1000, 0)
         await rig.chat("a")
         await until(lambda: sum(rig.sample("saves_skipped_total", reason=r) for r in ROOM_REASONS))
         assert await rig.reasons() == [DegradationKind.NO_ROOM]
@@ -88,12 +88,12 @@ async def test_work_that_there_was_no_room_for_is_saved_when_there_is(start_rig:
     async with start_rig(n_slots=1) as rig:
         store = rig.running.store
         assert store is not None
-        limits = store._budget.limits
-        store._budget.limits = Limits(limits.max_bytes, 1 << 60)
+        limits = store.writes.limits
+        store.writes.limits = Limits(limits.max_bytes, 1 << 60)
         await rig.chat("a")
         await until(lambda: rig.sample("saves_skipped_total", reason="free space"))
         assert rig.checkpoints == []
-        store._budget.limits = limits
+        store.writes.limits = limits
         with capture_logs() as logs:
             await rig.stop_proxy()
         assert {"n_saved": 1, "n_dirty": 1}.items() <= next(
