@@ -22,7 +22,7 @@ from proxy.core.slots import SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
-from proxy.explain.report import Journal, Keep
+from proxy.explain.report import Journal
 from proxy.health import Degradations
 from proxy.llama.client import LlamaServer, Target, new_session
 from proxy.log import get_logger
@@ -76,7 +76,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    journal = Journal(Keep(settings.explain_keep), parse_switches(settings.stabilizers))
+    journal = Journal(settings.explain_keep, parse_switches(settings.stabilizers))
     shared = new_shared(store, metrics, degradations, journal)
     shared.tier = open_tier(settings, shared)
     try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date, datetime
-from enum import StrEnum
 from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,12 +63,8 @@ _BYTES_PER_TOKEN = 4
 UNANSWERED = "unanswered"
 
 
-class Keep(StrEnum):
-    """How much of prompts is kept to explain later requests."""
-
-    NONE = "none"
-    TOKENS = "tokens"
-    TEXT = "text"
+Keep = Literal["none", "tokens", "text"]
+"""How much of prompts is kept to explain later requests."""
 
 
 class Told(NamedTuple):
@@ -103,12 +98,12 @@ class Journal:
     `switched_on` are in force.
     """
 
-    def __init__(self, keep: Keep = Keep.TEXT, switched_on: Collection[str] = ()) -> None:
+    def __init__(self, keep: Keep = "text", switched_on: Collection[str] = ()) -> None:
         self._ended: OrderedDict[str, views.Explanation] = OrderedDict()
         self._misses: deque[views.Explanation] = deque(maxlen=MAX_MISSES)
         self.keep = keep
         self._switched_on = switched_on
-        self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
+        self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep == "none" else MAX_PROMPTS)
         self.past = views.History(today=views.Today(since=time.time()))
         self.in_flight: dict[str, Request] = {}
         self._named = FIFOCache[tuple[bytes, str], sketch.Named](MAX_NAMED)
@@ -153,7 +148,7 @@ class Journal:
 
     def shown(self, words: str) -> str:
         """Return a conversation's first words if text is kept."""
-        return words if self.keep is Keep.TEXT else ""
+        return words if self.keep == "text" else ""
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
@@ -280,7 +275,7 @@ class Inquiry:
             return NOT_JUDGED
         judgement, new, matches = self._find(account, request_id)
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
-            if self._journal.keep is not Keep.TEXT:
+            if self._journal.keep != "text":
                 new.rendering.reduce()
             self._journal.prompts.add(new, matches)
         nearest = self._nearest(matches[1], account.plan.n_shared)
@@ -297,7 +292,7 @@ class Inquiry:
 
     def _look(self, account: "Account", request_id: str) -> _Found:
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
-        is_text_kept = self._journal.keep is Keep.TEXT
+        is_text_kept = self._journal.keep == "text"
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
         slot, now = (self._process.id, plan.slot_id), time.monotonic()
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
@@ -435,7 +430,7 @@ class Report:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
-        if request.prompt and answer.timings and self._journal.keep is not Keep.NONE:
+        if request.prompt and answer.timings and self._journal.keep != "none":
             n_answer = answer.timings.predicted_n
             self._journal.traced.append(views.traced(request.at, request.prompt, n_answer))
         first_token_seconds = None

@@ -21,7 +21,6 @@ from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
-from proxy.explain.report import Keep
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
@@ -89,7 +88,7 @@ class Warming:
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
         journal, request = self._shared.journal, explanation.request
-        if journal.keep is Keep.NONE:
+        if journal.keep == "none":
             raise NotWarmed("no prompts are kept: explain_keep is none")
         if (known := journal.prompts.find(request.id)) is None:
             if request.n_prompt is None:

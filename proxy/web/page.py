@@ -103,7 +103,7 @@ class LivePage:
             "shared_store": self._pool.settings.shared_store,
             "in_flight": [self._flight(request) for request in journal.in_flight.values()],
             "today": journal.today(),
-            "keeps": journal.keep.value,
+            "keeps": journal.keep,
             "position": f"{self._run}-{journal.n_recorded}",
             "requests": journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
         }
