@@ -106,6 +106,10 @@ class NotConvertible(CacheFault):
     """A request body cannot be brought into the chat form; the message says which part of it."""
 
 
+class SaveRejected(CacheFault):
+    """A save was answered with 200, but its file contradicts the reply or the plan."""
+
+
 class ProxyError(Exception):
     """The request cannot be served; `status` is that of the answer to the client."""
 

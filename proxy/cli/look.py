@@ -40,9 +40,8 @@ from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.known import Nearest
 from proxy.explain.sketch import Cost
-from proxy.explain.views import OWN_CLIENT, Explanation
+from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 

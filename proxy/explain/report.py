@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import date, datetime
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
@@ -27,21 +27,16 @@ from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
+from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
 from proxy.explain.known import (
-    NOT_JUDGED,
     SLACK_TOKENS,
     Chat,
-    Judgement,
     Kind,
     KnownPrompt,
     KnownPrompts,
     Match,
-    Nearest,
-    Past,
     chat_asked,
-    judge,
     kind_of,
-    may_be_missed,
 )
 from proxy.llama.answers import Diagnose
 from proxy.llama.bodies import GenerationBody, asked_comparison
@@ -156,7 +151,7 @@ class Journal:
             self.prompts.note_loss(namespace, tokens, cause)
 
     def note_chat(self, request: "Request") -> Kind:
-        """Return the kind of a request that was read, and remember the request for later ones."""
+        """Return what a request that was read is to its conversation."""
         assert request.conversation is not None and request.chat is not None
         fields, words = request.chat.fields, self.shown(request.words)
         asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
@@ -336,11 +331,11 @@ class Inquiry:
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
-    def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
+    def _nearest(self, compared: Match | None, n_shared: int) -> views.Nearest | None:
         if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
-            return Nearest(kind="state", n_common=n_shared) if n_shared else None
+            return views.Nearest(kind="state", n_common=n_shared) if n_shared else None
         known = compared.known
-        return Nearest(
+        return views.Nearest(
             kind="request",
             n_common=compared.n_common,
             id=known.ids[-1],
@@ -506,7 +501,7 @@ class Report:
         )
 
     def described(self, request: "Request") -> dict[str, Any]:
-        """Return the fields that name a request for people."""
+        """Return what people know a request by."""
         words = request.words or (sketch.words_of(request.body.fields) if request.body else "")
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {

@@ -19,7 +19,7 @@ from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.known import Kind, Nearest
+from proxy.explain.known import Kind
 from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions
@@ -243,6 +243,20 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     cuts: tuple[int, int, int] | None = None
     rewrites: tuple[str, ...] | None = None
     shared: str | None = None
+
+
+class Nearest(msgspec.Struct, frozen=True, kw_only=True):
+    """The known prompt that the request is compared with, and how many first tokens they share.
+
+    `kind` is request, or state: one in a slot or file, from before the proxy was started. Then it has no
+    `id`, and `n_tokens` is not known.
+    """
+
+    kind: str
+    n_common: int
+    id: str | None = None
+    n_tokens: int | None = None
+    age_seconds: float | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Content, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
-from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
@@ -231,7 +231,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     async with process.room.probe(slot_id, len(tokens)) as saved:
         probe = saved.state
         if probe.tokens[: len(tokens)] != tokens:
-            raise CacheFault("a saved slot holds other tokens than were evaluated in it")
+            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         await _look_for_clearing(process, slot_id, fixed[-1:])
         process.saves_context_checkpoints = bool(probe.restore_points)
         static = _static(identity, probe)

@@ -30,7 +30,8 @@ from proxy.core.slots import (
 )
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
-from proxy.explain.known import Judgement, Kind
+from proxy.explain.judgement import Judgement
+from proxy.explain.known import Kind
 from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings

@@ -26,7 +26,7 @@ from proxy.core.plan import most_useful
 from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
 from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace
-from proxy.errors import WRITE_BUDGET, CacheFault, NoRoom, UpstreamRefused
+from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
@@ -145,7 +145,7 @@ class Room:
         """Check a file that llama-server has written; the slot may have other tokens by now.
 
         The file's real size is learned, and more room is made if it is larger than expected. Raises
-        NoRoom, CannotCache if llama-server saves nothing that the proxy can read, CacheFault if the file
+        NoRoom, CannotCache if llama-server saves nothing that the proxy can read, SaveRejected if the file
         is not what the reply says, StateFileMalformed if it is no state file, StoreFault if there is no
         store.
         """
@@ -169,7 +169,7 @@ class Room:
         try:
             stamp = files.stamp(name)
             if stamp[1] != reply.n_written:
-                raise CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
+                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
             if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
                 if files.edit(name, repair_window):
@@ -182,7 +182,7 @@ class Room:
             detail = f"{path}: {error.strerror}"
             raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
-            raise CacheFault(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
+            raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
         return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager

@@ -38,7 +38,14 @@ from proxy.core.slots import (
     believed_after_save,
 )
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
-from proxy.errors import CacheFault, NoRoom, StateFileMalformed, StoreFault, UpstreamLost
+from proxy.errors import (
+    CacheFault,
+    NoRoom,
+    SaveRejected,
+    StateFileMalformed,
+    StoreFault,
+    UpstreamLost,
+)
 from proxy.llama.state_edits import Source, select_context_checkpoints
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.planning import displaced_state
@@ -120,7 +127,7 @@ class SlotSaves:
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
-                            raise CacheFault(why)
+                            raise SaveRejected(why)
                         _end(free)
                         return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:

@@ -18,7 +18,7 @@ from proxy.core.model import Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
-from proxy.explain.known import Judgement
+from proxy.explain.judgement import Judgement
 from proxy.explain.report import Inquiry, Journal, Report
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings

@@ -5,10 +5,10 @@ from typing import Any
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Rendering
-from proxy.explain.known import KnownPrompt, Nearest
+from proxy.explain.known import KnownPrompt
 from proxy.explain.report import Journal
 from proxy.explain.sketch import Cost, costs_of, sketch_of
-from proxy.explain.views import Explanation, RequestRecord
+from proxy.explain.views import Explanation, Nearest, RequestRecord
 
 HEADER = {"role": "system", "content": "s" * 1000}
 FIRST = {"role": "user", "content": "u" * 500}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.known import Judgement
+from proxy.explain.judgement import Judgement
 from proxy.explain.report import MAX_REQUESTS, Journal
 from proxy.explain.views import OWN_CLIENT, RequestRecord
 from proxy.stabilize.model import SAFE, Name
