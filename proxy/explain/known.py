@@ -1,7 +1,7 @@
-"""The newest prompts, within a number of bytes, and what they say about a new one.
+"""The newest prompts, within a number of bytes, and the choice of those to compare a new prompt with.
 
-They say which of them to compare a new prompt with, and what kind of request has that prompt. A later prompt
-that continues a known one replaces it, so that mostly the newest prompt of each conversation is kept.
+A later prompt that continues a known one replaces it, so that mostly the newest prompt of each conversation
+is kept.
 """
 
 import sys
