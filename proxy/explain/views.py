@@ -352,42 +352,6 @@ class History(msgspec.Struct, kw_only=True):
                 del spans[0]
 
 
-# What people read of requests.
-
-
-def in_words(record: RequestRecord) -> str:
-    """Return the line about an answered request that people read; a miss says its cause."""
-    api, took = api_name(record.path), seconds_in_words(record.seconds)
-    answered = f"answered in {took}"
-    if record.kind is Kind.AHEAD:
-        ahead = f"{record.evaluated:,} tokens of the next prompt"
-        return f"{api}  {ahead}, {record.kind.value} in {took}"
-    if (record.status or 200) >= 400:
-        return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
-    if record.n_prompt is None or record.confirmed is None:
-        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
-    reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
-    facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
-    first = record.first_token_seconds
-    facts.append(answered if first is None else f"first token {seconds_in_words(first)}")
-    if (record.saved_seconds or 0) >= 0.005:
-        facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
-    where = f"  {record.server}" if record.server else ""
-    source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
-    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
-    if record.cause is Cause.FIRST_SIGHT:
-        where += "  the rest is new" if record.confirmed else "  new"
-    elif record.cause.is_miss:
-        part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
-        where += f"  miss: {record.cause.value}{part} (explain {record.id})"
-    return ", ".join(facts) + where
-
-
-def api_name(path: str) -> str:
-    """Return what people call the API of a path."""
-    return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
-
-
 # Requests without their texts, to be given away and replayed, in the format of Mooncake's traces
 # (github.com/kvcache-ai/Mooncake, FAST25-release). A line has a request's time in ms, the lengths of prompt
 # and answer in tokens, and a number for each 512 tokens of the prompt, the last of which may be fewer. Two
@@ -430,3 +394,39 @@ def numbered(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
         )
         for request in ordered
     ]
+
+
+# What people read of requests.
+
+
+def in_words(record: RequestRecord) -> str:
+    """Return the line about an answered request that people read; a miss says its cause."""
+    api, took = api_name(record.path), seconds_in_words(record.seconds)
+    answered = f"answered in {took}"
+    if record.kind is Kind.AHEAD:
+        ahead = f"{record.evaluated:,} tokens of the next prompt"
+        return f"{api}  {ahead}, {record.kind.value} in {took}"
+    if (record.status or 200) >= 400:
+        return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
+    if record.n_prompt is None or record.confirmed is None:
+        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
+    reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
+    facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
+    first = record.first_token_seconds
+    facts.append(answered if first is None else f"first token {seconds_in_words(first)}")
+    if (record.saved_seconds or 0) >= 0.005:
+        facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
+    where = f"  {record.server}" if record.server else ""
+    source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
+    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
+    if record.cause is Cause.FIRST_SIGHT:
+        where += "  the rest is new" if record.confirmed else "  new"
+    elif record.cause.is_miss:
+        part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
+        where += f"  miss: {record.cause.value}{part} (explain {record.id})"
+    return ", ".join(facts) + where
+
+
+def api_name(path: str) -> str:
+    """Return what people call the API of a path."""
+    return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
