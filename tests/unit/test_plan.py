@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop
+from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop, own_point
 from proxy.core.model import (
     Candidate,
     CheckpointId,
@@ -360,7 +360,9 @@ def test_plan_for_anything_leaves_the_next_prompt_a_place_near_where_this_one_br
 ) -> None:
     made = plan(0, rule, held, tokens=tokens, cuts=cuts)
     if made.cuts.branch:
-        places = [stop.n_tokens for stop in made.stops if stop.save_as or rule is RESTORE_POINTS]
+        is_kept = rule is RESTORE_POINTS  # each stop, and where llama-server itself stops
+        places = [stop.n_tokens for stop in made.stops if stop.save_as or is_kept]
+        places += [own_point(len(tokens))] if is_kept else []
         n_shared = made.cuts.branch
         assert any(n_shared - MIN_STRIDE_TOKENS < place <= n_shared for place in places)
 
