@@ -155,16 +155,16 @@ class Journal:
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
 
-    def note_chat(self, request: "Request") -> Kind:
-        """Return what a request that was read is to its conversation."""
-        assert request.conversation is not None and request.chat is not None
+    def note_chat(self, request: "Request") -> None:
+        """Note, once, what a request that has a conversation is to it."""
+        if request.kind or request.conversation is None or request.chat is None:
+            return
         fields, words = request.chat.fields, self.shown(request.words)
         asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
         quotes = sketch.said_in(fields) if words and not has_tools else ""
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
-        self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
-        return kind
+        request.kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
+        self._chats.append(chat._replace(kind=request.kind, words=words.rstrip("…")))
 
     def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
         """Keep what a request is compared by, under llama-server's id of its answer."""
@@ -509,7 +509,7 @@ class Report:
 
     def described(self, request: "Request") -> dict[str, Any]:
         """Return what people know a request by."""
-        words = request.words or (sketch.words_of(request.body.fields) if request.body else "")
+        words = request.words
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {
             "title": self._journal.shown(words),

@@ -13,7 +13,6 @@ from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
 from proxy.errors import NotConvertible, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
-from proxy.explain.sketch import words_of
 from proxy.llama.bodies import (
     GenerationBody,
     as_chat_body,
@@ -72,6 +71,7 @@ class Cache:
             raise WillBeRefused("body is not a JSON object")
         if self._is_brief(process, request):
             request.is_brief, request.why = True, BRIEF
+            process.journal.note_chat(request)
         elif not (may_extend and await self._extends(process, request)):
             await self._read_now(process, request)
 
@@ -216,6 +216,7 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
+        process.journal.note_chat(request)
         is_judged = process.judges_by_size and not self._overflow.is_on
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
         if is_judged and is_far_over and not has_media(request.chat):
@@ -251,13 +252,12 @@ class Cache:
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
-            request.words = words_of(request.chat.fields)
             if process.upstream.target.model:  # a host may change requests by the name they say
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
-                request.kind = request.kind or process.journal.note_chat(request)
                 if has_media(request.chat):  # more is evaluated than its messages render
+                    process.journal.note_chat(request)
                     request.conversation = None
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE

@@ -44,7 +44,6 @@ from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
 from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
-_LOOK_SECONDS = 0.01
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
 
@@ -75,7 +74,6 @@ class CachedRequest:
         self._turn = turn
         self._read = read
         self._extended = request.extends
-        self._is_awaited = asyncio.Event()
         self._prompt = request.prompt
         self._body = request.body
         self._kept = ExitStack()
@@ -346,6 +344,7 @@ class CachedRequest:
         """
         if self._extended and self._reading is None:
             self._process.extending.add(self._request)
+            self._process.journal.note_chat(self._request)
             self._reading = self._process.tasks.start(self._read_soon())
 
     async def _read_soon(self) -> None:
@@ -353,12 +352,9 @@ class CachedRequest:
 
         llama-server would render the messages while it evaluates them, and the first token would wait.
         """
-        ends_at = time.monotonic() + _FIRST_TOKEN_SECONDS
-        while not self._request.has_token() and time.monotonic() < ends_at:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await self._is_awaited.wait()
-                    break
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
+                await self._request.answering.wait()
         await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
@@ -392,7 +388,7 @@ class CachedRequest:
         process = self._process
         assert self._request.conversation is not None
         self._read_beside()
-        self._is_awaited.set()
+        self._request.answering.set()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)

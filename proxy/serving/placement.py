@@ -102,11 +102,8 @@ class SimilarRequest(CachedRequest):
 
     async def _read_first(self) -> None:
         """Read the prompt before it is sent; if it cannot be read, keep the known part of it."""
-        self._read_beside()
-        self._is_awaited.set()
-        assert self._reading is not None
         with suppress(WillBeRefused):
-            await self._reading
+            await self._read()
         if self._request.prompt is not None:
             self._take_prompt(self._request.prompt)
         self._extended = None

@@ -1,5 +1,6 @@
 """One generation request: what came in, what is sent, and what came of it."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +19,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.explain.known import Kind
+from proxy.explain.sketch import words_of
 from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
@@ -76,26 +78,25 @@ class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
     `withdraw` ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway.
-    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty
-    without both.
-    `model`, `session` and `client` are the client's names for the model, for its session and for itself;
-    each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache, `wishes`
-    are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an empty
-    answer: whole, or as a stream. `has_token` tells whether a token of the answer has come. `arrived_at` is
-    of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send, `body` the same decoded,
-    None if it is no JSON object.
+    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty without
+    both. `model`, `session` and `client` are the client's names for the model, for its session and for
+    itself; each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache,
+    `wishes` are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an
+    empty answer: whole, or as a stream. `answering` is set once a token of the answer, or all of it, has
+    come. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send,
+    `body` the same decoded, None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request. `server`
     is its name, empty if there is only one, and `namespace` that of the tenant there; `rewrites` are the
     stabilizers that changed the body; `chat` is the body in the chat form, `shape` its kind of form,
-    `conversation` its messages as digests, `words` are its user's first words, and `kind` says how it
-    relates to earlier requests. Without a `prompt`, `why` says why the request is not cached. If the
-    request plainly goes on with what a slot holds, `extends` is that content, and `prompt` has its tokens
-    until the real prompt has been read. A request that `is_brief` is too short to be looked up. The request
-    joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its
-    answer was whole at `answered_at`. `foresee` returns the cause that will be reported if all goes as
-    planned. If it `keeps_text`, the text of its answer is kept, even of a stream. `shared` says what the
-    shared store gave, empty if nothing was asked of it; that took `fetch_seconds`.
+    `conversation` its messages as digests, and `kind` says how it relates to earlier requests. Without a
+    `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
+    holds, `extends` is that content, and `prompt` has its tokens until the real prompt has been read. A
+    request that `is_brief` is too short to be looked up. The request joined its first queue at `queued_at`
+    of the monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
+    `foresee` returns the cause that will be reported if all goes as planned. If it `keeps_text`, the text
+    of its answer is kept, even of a stream. `shared` says what the shared store gave, empty if nothing was
+    asked of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -111,7 +112,7 @@ class Request:
     asked_cache: str = ""
     wishes: frozenset[str] = frozenset()
     warms: Literal["", "whole", "stream"] = ""
-    has_token: Callable[[], bool] = bool
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)
@@ -123,7 +124,6 @@ class Request:
     rewrites: tuple[str, ...] = ()
     chat: GenerationBody | None = None
     shape: str = ""
-    words: str = ""
     kind: Kind = Kind.NONE
     conversation: Conversation | None = None
     extends: Known | None = None
@@ -184,6 +184,12 @@ class Request:
     @property
     def wants_stream(self) -> bool:
         return self.body is not None and self.body.wants_stream
+
+    @property
+    def words(self) -> str:
+        """Its user's first words."""
+        body = self.chat or self.body
+        return words_of(body.fields) if body else ""
 
     @property
     def outcome(self) -> Outcome:

@@ -173,7 +173,7 @@ class Front:
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
-            has_token=lambda: exchange.has_token,
+            answering=exchange.answering,
             model=model,
         )
         exchange.tell = partial(self.report.told, request)

@@ -44,8 +44,9 @@ class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `path` is the client's, as a llama-server would see it. `tell` returns the header and the diagnostics
-    that go with the answer to a generation. `is_answered` says that llama-server's answer, or its error,
-    has come to its end. `_answer` is the answer that is relayed now, `_reader` reads it.
+    that go with the answer to a generation. `answering` is set when the first token comes. `is_answered`
+    says that llama-server's answer, or its error, has come to its end. `_answer` is the answer that is
+    relayed now, `_reader` reads it.
     """
 
     _answer: aiohttp.ClientResponse
@@ -61,12 +62,12 @@ class Exchange:
         self._told = NOTHING_TOLD
         self.is_answered = False
         self._has_begun = False
-        self.has_token = False
+        self.answering = asyncio.Event()
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
         """Give up the answer if no token of it has come yet; `send` then raises ServerAway."""
-        if not self.has_token:
+        if not self.answering.is_set():
             self._heard.cut()
 
     async def send(
@@ -216,7 +217,8 @@ class Exchange:
             self._told.on_id(message_id)
             self._told = NOTHING_TOLD
         if self._first_token_at is None and self._reader.has_token:
-            self._first_token_at, self.has_token = self._heard.heard_at, True
+            self._first_token_at = self._heard.heard_at
+            self.answering.set()
         if passed_on:
             self.writer.write(passed_on)
 
