@@ -24,7 +24,8 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Keep
 from proxy.health import Degradations
-from proxy.llama.client import LlamaServer, Target, new_session
+from proxy.llama.client import LlamaServer, Target
+from proxy.llama.connection import new_session
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool

@@ -23,7 +23,8 @@ from proxy.core.tokens import Namespace
 from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup, is_same_model
 from proxy.doctor.probes import ProbedServer, has_ram_cache, scratch
 from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault, in_words
-from proxy.llama.client import LlamaServer, Target, new_session
+from proxy.llama.client import LlamaServer, Target
+from proxy.llama.connection import new_session
 from proxy.llama.hosts import recognise
 from proxy.servers import self_test
 from proxy.serving.process import Process

@@ -5,12 +5,10 @@ because the proxy may be restarted with llama-server.
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from hashlib import blake2b
 
-from proxy.errors import ProxyError, ServerAway, StoreFault
-from proxy.serving.process import Process
+from proxy.errors import ProxyError, StoreFault
 from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
@@ -31,12 +29,8 @@ class FatalRequests:
             with suppress(StoreFault):
                 self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
-    @asynccontextmanager
-    async def watching(self, request: Request, process: Process) -> AsyncIterator[None]:
-        """Note whether llama-server ends while the block has *process* serve a request.
-
-        Raises ProxyError at once if llama-server has ended twice in a row during this request.
-        """
+    def refuse(self, request: Request) -> None:
+        """Raise ProxyError if llama-server has ended twice in a row during this request."""
         if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
             self._deaths[key_of(request)] = n_deaths, time.time()
             raise ProxyError(
@@ -45,18 +39,16 @@ class FatalRequests:
                 f"{FORGET_SECONDS / 60:.0f} minutes",
                 422,
             )
-        try:
-            yield
-        except ServerAway as away:
-            if away.has_ended and await process.has_ended():
-                await self._note_death(request)
-            raise
-        # The request succeeded: its deaths in a row end here. While no death is known, no hash is made.
+
+    async def note_answer(self, request: Request) -> None:
+        """Note that a request was answered: its deaths in a row end here."""
+        # While no death is known, no hash is made.
         if self._deaths and (key := key_of(request)) in self._deaths:
             del self._deaths[key]
             await self._write()
 
-    async def _note_death(self, request: Request) -> None:
+    async def note_death(self, request: Request) -> None:
+        """Note that llama-server ended while it worked on a request."""
         n_before, key = self._n_deaths(request), key_of(request)
         self._deaths.pop(key, None)
         self._deaths[key] = n_before + 1, time.time()

@@ -67,8 +67,9 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
+            is_known = lent is not None or not self._hosts
             lending = self.lent(request.model, request.arrived_at, request.headers)
-            async with lending if lent is None else nullcontext(lent) as servers:
+            async with nullcontext(lent or list(self._plain)) if is_known else lending as servers:
                 if not servers:
                     await request.send(self.roots[0], request.raw)
                     return self._shared.report.not_looked_up(request, "no such model")
@@ -119,13 +120,16 @@ class Pool(Addresses):
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
         request.keeps_text = self.ahead.may_follow(process, request)
+        self._fatal.refuse(request)
         try:
-            async with self._fatal.watching(request, process):
-                await self._watched(server, request, self.cache.serve(process, request))
+            await self._watched(server, request, self.cache.serve(process, request))
+            await self._fatal.note_answer(request)
             self.ahead.note(process, request)
         except FreeElsewhere:
             return False
         except ServerAway as away:
+            if away.has_ended and await process.has_ended():
+                await self._fatal.note_death(request)
             server.poke()
             if away.was_sent == "yes":
                 raise

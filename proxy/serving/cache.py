@@ -200,15 +200,16 @@ class Cache:
         Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
         tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
         """
-        taken, digest = process.taken_keys, _key_digest(request)
-        if process.asks_for_key and digest not in taken:
-            try:
-                taken[digest] = await process.upstream.takes_key(request.headers)
-            except UpstreamFault:
-                return  # the next call finds out what is wrong with llama-server
-        if process.asks_for_key and not taken.get(digest, True):
-            given = "this API key is refused" if request.headers else "an API key is needed"
-            raise WillBeRefused(f"llama-server says that {given}")
+        if process.asks_for_key:
+            taken, digest = process.taken_keys, _key_digest(request)
+            if digest not in taken:
+                try:
+                    taken[digest] = await process.upstream.takes_key(request.headers)
+                except UpstreamFault:
+                    return  # the next call finds out what is wrong with llama-server
+            if not taken.get(digest, True):
+                given = "this API key is refused" if request.headers else "an API key is needed"
+                raise WillBeRefused(f"llama-server says that {given}")
         await self._note_tenant(process, request)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:

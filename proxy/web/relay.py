@@ -1,8 +1,7 @@
 """Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
 
 import asyncio
-import io
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -14,30 +13,31 @@ from multidict import CIMultiDict
 from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
-from proxy.llama.client import Heard, LlamaServer, Target, reason_of
+from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
+from proxy.llama.connection import CannotConnect, Reply
 from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
-Body = bytes | AsyncIterable[bytes] | None
-
 _HOP_BY_HOP = frozenset(
     "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
     "transfer-encoding upgrade".split()
 )
+_EVENTS = "text/event-stream"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
-_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_NOT_CONNECTED = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 def end_to_end(
     headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
     """Return the headers that a proxy passes on."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    dropped = _HOP_BY_HOP | without | named
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
+    kept = CIMultiDict(headers)
+    for name in (*_HOP_BY_HOP, *without, *headers.get("Connection", "").split(",")):
+        kept.popall(name.strip(), None)
+    return kept
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
     relayed now, `_reader` reads it.
     """
 
-    _answer: aiohttp.ClientResponse
+    _answer: Reply | aiohttp.ClientResponse
     _heard: Heard
     _reader: AnswerReader
 
@@ -88,18 +88,12 @@ class Exchange:
         client = self.client
         try:
             async with upstream.waiting():
-                answer = await upstream.session.request(
-                    client.method,
-                    upstream.url(client.raw_path),
-                    # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
-                    data=io.BytesIO(body) if isinstance(body, bytes) else body,
-                    headers=headers or end_to_end(client.headers, without=_REBUILT),
-                    allow_redirects=False,
-                )
+                headers = headers or end_to_end(client.headers, without=_REBUILT)
+                answer = await upstream.forward(client.method, client.raw_path, headers, body)
             async with answer:
-                if _is_stream(answer):
+                if _is_of_type(answer, _EVENTS):
                     on_start()
-                elif upstream.target.host == "router" and answer.content_type == "text/plain":
+                elif upstream.target.host == "router" and _is_of_type(answer, "text/plain"):
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
@@ -127,14 +121,14 @@ class Exchange:
         answer = self._answer
         await self.writer.stop_keeping()
         waiting = self.writer.response
-        if waiting is not None and not (answer.status == 200 and _is_stream(answer)):
+        if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)
         self._told = self.tell() if answer.status == 200 else NOTHING_TOLD
         lines, whole = edits_of(self.path, answer, n_found, self._told)
         edited: tuple[bytes, bytes] | None = None
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
-        if whole or (is_plain and 0 < (answer.content_length or 0) <= PIECE_BYTES):
+        if whole or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
             body = await answer.read()
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
@@ -159,7 +153,7 @@ class Exchange:
             else:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
                 self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
-            if self.route is not None and _is_stream(answer) and not reader.is_complete:
+            if self.route is not None and _is_of_type(answer, _EVENTS) and not reader.is_complete:
                 # llama-swap ends a stream that broke off as if it were whole.
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
@@ -202,7 +196,7 @@ class Exchange:
                 passed.set_exception(error)
 
         writer.on_room = advance
-        transport = answer.connection.transport if answer.connection else None
+        transport = answer.connection.transport if answer.connection is not None else None
         if transport is not None:
             transport.set_protocol(tap := _Tap(transport.get_protocol(), advance))
             tap.protocol.force_close()  # the connection serves no other answer
@@ -256,7 +250,7 @@ class Exchange:
         of a stream can wait on in it: then this raises ServerAway.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
-        if not _is_stream(self._answer):
+        if not _is_of_type(self._answer, _EVENTS):
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
@@ -289,7 +283,7 @@ class _Tap(asyncio.Protocol):
         self._on_change()
 
 
-async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
+async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:
     """Return what a router says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
@@ -299,5 +293,5 @@ async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
     return ServerAway(message, has_ended=lost == "after")
 
 
-def _is_stream(answer: aiohttp.ClientResponse) -> bool:
-    return answer.headers.get("Content-Type", "").startswith("text/event-stream")
+def _is_of_type(answer: Reply | aiohttp.ClientResponse, content_type: str) -> bool:
+    return answer.headers.get("Content-Type", "").startswith(content_type)

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from proxy.llama.client import EventLoop, new_session
+from proxy.llama.connection import EventLoop, new_session
 from tests.lab.waiting import HANG_SECONDS
 
 
