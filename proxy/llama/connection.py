@@ -74,6 +74,7 @@ class Address(NamedTuple):
     """A literal IP address and a port, together `name`; `path` comes before the path of each request."""
 
     name: str
+    family: socket.AddressFamily
     host: str
     port: int
     path: str
@@ -84,7 +85,8 @@ def literal_address(base_url: str) -> Address | None:
     found = _LITERAL.fullmatch(base_url)
     if found is None:
         return None
-    return Address(found[1], found[2].strip("[]"), int(found[3] or 80), found[4] or "")
+    family = socket.AF_INET6 if found[2].startswith("[") else socket.AF_INET
+    return Address(found[1], family, found[2].strip("[]"), int(found[3] or 80), found[4] or "")
 
 
 class Reply:
@@ -126,13 +128,22 @@ async def post(address: Address, path: str, headers: CIMultiDict[str], body: byt
     Raises CannotConnect, or another aiohttp.ClientError.
     """
     loop = asyncio.get_running_loop()
+    # With a host, uvloop's create_connection would have a thread resolve even a literal address.
+    connected = socket.socket(address.family)
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            transport, connection = await loop.create_connection(
-                partial(ResponseHandler, loop), address.host, address.port
-            )
-    except OSError as error:
-        raise CannotConnect(f"cannot connect to {address.host}:{address.port}") from error
+        connected.setblocking(False)
+        there = address.host, address.port
+        # On one host the connection is made at once, which only a second call tells.
+        if connected.connect_ex(there) and connected.connect_ex(there):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await loop.sock_connect(connected, there)
+        protocol = partial(ResponseHandler, loop)
+        transport, connection = await loop.create_connection(protocol, sock=connected)
+    except BaseException as error:
+        connected.close()
+        if isinstance(error, OSError):
+            raise CannotConnect(f"cannot connect to {address.host}:{address.port}") from error
+        raise
     reply = Reply(connection)
     try:
         connection.set_response_params(
