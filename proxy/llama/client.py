@@ -23,7 +23,7 @@ from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
-from proxy.llama.connection import CONNECT_SECONDS, Reply, literal_address, post
+from proxy.llama.connection import CONNECT_SECONDS, Reply, literal_address, send
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -243,8 +243,9 @@ class LlamaServer:
         self, method: str, raw_path: str, headers: CIMultiDict[str], body: Body
     ) -> Reply | aiohttp.ClientResponse:
         """Send a client's request; return the answer once its head has come; raises aiohttp.ClientError."""
-        if self._address is not None and method == "POST" and isinstance(body, bytes):
-            return await post(self._address, raw_path, headers, body)
+        whole = b"" if body is None else body
+        if self._address and isinstance(whole, bytes) and method in ("GET", "POST"):
+            return await send(self._address, method, raw_path, headers, whole)
         # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
         data = io.BytesIO(body) if isinstance(body, bytes) else body
         url = self.url(raw_path)
