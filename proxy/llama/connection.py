@@ -7,6 +7,7 @@ for 0.3 ms.
 import asyncio
 import re
 import socket
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -17,9 +18,23 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawResponseMessage
 from multidict import CIMultiDict
 
+_HOP_BY_HOP = frozenset(
+    "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
+    "transfer-encoding upgrade".split()
+)
 CONNECT_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
 _LITERAL = re.compile(r"http://(((?:\d{1,3}\.){3}\d{1,3}|\[[\da-fA-F:]+\])(?::(\d+))?)(/.*)?")
+
+
+def end_to_end(
+    headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
+) -> CIMultiDict[str]:
+    """Return the headers that a proxy passes on."""
+    kept = CIMultiDict(headers)
+    for name in (*_HOP_BY_HOP, *without, *headers.get("Connection", "").split(",")):
+        kept.popall(name.strip(), None)
+    return kept
 
 
 class EventLoop(uvloop.Loop):
@@ -144,3 +159,23 @@ async def send(
             raise aiohttp.ClientError(error.message) from error
         raise
     return Reply(method, connection, head, content)
+
+
+class Tap(asyncio.Protocol):
+    """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
+
+    def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
+        assert isinstance(protocol, ResponseHandler)
+        self.protocol = protocol
+        self._on_change = on_change
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+
+    def data_received(self, data: bytes) -> None:
+        self.protocol.data_received(data)
+        self._on_change()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.protocol.connection_lost(error)
+        self._on_change()

@@ -12,12 +12,11 @@ import xxhash
 
 from proxy.core.messages import Route
 from proxy.core.model import Conversation, Outcome, Prompt, keyed_tenant, salted_tenant
-from proxy.core.plan import Plan, Start
-from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
+from proxy.explain.judgement import Account
 from proxy.explain.known import Kind
 from proxy.explain.sketch import words_of
 from proxy.llama.answers import CallMade
@@ -130,7 +129,7 @@ class Request:
     is_brief: bool = False
     prompt: Prompt | None = None
     why: str | None = None
-    account: "Account | None" = None
+    account: Account | None = None
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
@@ -208,113 +207,3 @@ class Request:
         self.answer = await self.relay(upstream, raw, on_start, n_found)
         self.answered_at = time.monotonic()
         return self.answer
-
-
-@dataclass
-class Account:
-    """Adds up the replies to one request: those at its stops, then its own.
-
-    Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
-    `failure` says what failed, if that cost the request its reuse. `saved_seconds` is how long evaluating
-    the reused tokens would have taken at the measured speeds, less the restore; None without speeds.
-    """
-
-    plan: Plan
-    n_prompt: int
-    n_reused: int | None = None
-    n_evaluated: int = 0
-    evaluation_seconds: float = 0.0
-    is_degraded: bool = False
-    failure: Cause | None = None
-    restore_seconds: float = 0.0
-    fetch_seconds: float = 0.0
-    saved_seconds: float | None = None
-    queued_seconds: float = 0.0
-    prepared_seconds: float = 0.0
-
-    def add(self, timings: Timings) -> None:
-        if self.n_reused is None:
-            self.n_reused = timings.cache_n
-        self.n_evaluated += timings.prompt_n
-        self.evaluation_seconds += timings.prompt_ms / 1000
-
-    def value(self, rates: Rates) -> None:
-        """Note the seconds that the reuse saved, if speeds were measured."""
-        if self.n_reused is not None and rates.is_measured:
-            whole = rates.evaluation_seconds(0, self.n_prompt)
-            rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
-
-    def move(self, plan: Plan) -> None:
-        """Go on by another plan; the next reply tells what the slot held before."""
-        self.plan, self.n_reused = plan, None
-
-    @property
-    def is_ineffective_restore(self) -> bool:
-        """Whether a restore that answered 200 was not reused as planned."""
-        start = self.plan.start
-        return (
-            start.restored is not None
-            and not self.is_degraded
-            and self.n_reused is not None
-            and self.n_reused < start.n_reused
-        )
-
-    @property
-    def is_drift(self) -> bool:
-        """Whether more was reused than the slot was believed to hold."""
-        at_most = self.plan.start.n_at_most
-        return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a live slot gave less than it was believed to hold."""
-        start = self.plan.start
-        return (
-            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
-        )
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.is_degraded:
-            return Outcome.DEGRADED
-        if not self.n_reused:
-            return Outcome.MISS
-        return Outcome.PARTIAL if self.n_reused < self.plan.start.n_reused else Outcome.HIT
-
-    @property
-    def n_restored(self) -> int:
-        """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        is_restored = self.plan.start.restored is not None and not self.is_degraded
-        return (self.n_reused or 0) if is_restored else 0
-
-    def describe(self) -> dict[str, Any]:
-        """Return the plan, the reason for it and its result, as fields of a RequestRecord."""
-        plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
-        return {
-            "slot": plan.slot_id,
-            "chosen": start.kind,
-            "why": plan.why.value,
-            "n_prompt": self.n_prompt,
-            "expected": start.n_reused,
-            "confirmed": self.n_reused,
-            "evaluated": self.n_evaluated,
-            "queued_seconds": round(self.queued_seconds, 4),
-            "prepared_seconds": round(self.prepared_seconds, 4),
-            "evaluation_seconds": round(self.evaluation_seconds, 4),
-            "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
-            "expected_seconds": round(start.seconds, 4),
-            "displaced_seconds": round(start.displacement.seconds, 4),
-            "alternatives": tuple(_describe(option) for option in plan.alternatives),
-            "stops": tuple(stop.n_tokens for stop in plan.stops),
-            "cuts": (cuts.header, cuts.turn_start, cuts.branch),
-        }
-
-
-def _describe(option: Start) -> str:
-    """Return an option that was not chosen in a few words, with its cost."""
-    way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
-    costs = f"{option.seconds:.3f} s"
-    if option.displacement.seconds:
-        costs += f" + {option.displacement.seconds:.3f} s displaced"
-    return f"{way} in slot {option.slot_id}: {costs}"

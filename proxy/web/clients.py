@@ -13,11 +13,12 @@ from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
 from proxy.llama.client import Body
+from proxy.llama.connection import end_to_end
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, tenant_of
-from proxy.web.relay import Exchange, end_to_end
+from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20

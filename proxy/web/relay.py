@@ -1,43 +1,28 @@
 """Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import aiohttp
 from aiohttp import web
-from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import CannotConnect, Reply
+from proxy.llama.connection import CannotConnect, Reply, Tap, end_to_end
 from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
-_HOP_BY_HOP = frozenset(
-    "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
-    "transfer-encoding upgrade".split()
-)
 _EVENTS = "text/event-stream"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
 _NOT_CONNECTED = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-
-
-def end_to_end(
-    headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
-) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on."""
-    kept = CIMultiDict(headers)
-    for name in (*_HOP_BY_HOP, *without, *headers.get("Connection", "").split(",")):
-        kept.popall(name.strip(), None)
-    return kept
 
 
 class Exchange:
@@ -198,7 +183,7 @@ class Exchange:
         writer.on_room = advance
         transport = answer.connection.transport if answer.connection is not None else None
         if transport is not None:
-            transport.set_protocol(tap := _Tap(transport.get_protocol(), advance))
+            transport.set_protocol(tap := Tap(transport.get_protocol(), advance))
             tap.protocol.force_close()  # the connection serves no other answer
         advance()
         await passed
@@ -261,26 +246,6 @@ class Exchange:
             self._has_begun = False
             self.writer.keep()
             raise ServerAway(told, has_ended=not self._heard.is_cut) from error
-
-
-class _Tap(asyncio.Protocol):
-    """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
-
-    def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
-        assert isinstance(protocol, ResponseHandler)
-        self.protocol = protocol
-        self._on_change = on_change
-        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
-        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    def data_received(self, data: bytes) -> None:
-        self.protocol.data_received(data)
-        self._on_change()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.protocol.connection_lost(error)
-        self._on_change()
 
 
 async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:
