@@ -144,9 +144,9 @@ def has_media(body: GenerationBody) -> bool:
 
 
 def _kinds_of_parts(body: GenerationBody) -> set[str]:
-    messages = list_of(body.fields.get("messages"))
-    parts = (part for message in messages for part in list_of(message.get("content")))
-    return {text_of(part, "type") for part in parts}
+    contents = (message.get("content") for message in list_of(body.fields.get("messages")))
+    lists = (content for content in contents if isinstance(content, list))
+    return {text_of(part, "type") for parts in lists for part in parts}
 
 
 def _prompt_reason(prompt: Any) -> str | None:

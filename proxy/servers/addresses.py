@@ -120,18 +120,6 @@ class Addresses:
 
         return min(found, key=is_worse, default=(None, ""))
 
-    def split_path(self, path: str, model: str) -> tuple[str, str]:
-        """Return the model that a client's path names, and the path as a llama-server would see it.
-
-        *model* is the one that the query names.
-        """
-        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
-        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
-        known = (found for found in split if found[0].named(found[1]))
-        shortest = sorted(split, key=lambda found: len(found[2]))
-        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
-        return named, rest
-
     @asynccontextmanager
     async def passing(
         self, method: str, path: str, model: str, keys: Mapping[str, str]

@@ -31,7 +31,8 @@ class FatalRequests:
 
     def refuse(self, request: Request) -> None:
         """Raise ProxyError if llama-server has ended twice in a row during this request."""
-        if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
+        # While no death is known, no hash is made.
+        if self._deaths and (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
             self._deaths[key_of(request)] = n_deaths, time.time()
             raise ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
@@ -42,7 +43,6 @@ class FatalRequests:
 
     async def note_answer(self, request: Request) -> None:
         """Note that a request was answered: its deaths in a row end here."""
-        # While no death is known, no hash is made.
         if self._deaths and (key := key_of(request)) in self._deaths:
             del self._deaths[key]
             await self._write()
@@ -57,8 +57,6 @@ class FatalRequests:
         await self._write()
 
     def _n_deaths(self, request: Request) -> int:
-        if not self._deaths:
-            return 0
         n_deaths, last_at = self._deaths.get(key_of(request), (0, 0.0))
         return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
 

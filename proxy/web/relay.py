@@ -189,8 +189,21 @@ class Exchange:
         await passed
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
-        """Read a chunk of the answer, and write *passed_on* to the client in its place."""
+        """Write *passed_on* to the client in place of a chunk of the answer, and read the chunk.
+
+        An id that is to be noted is noted before the client has it; otherwise the client comes first.
+        """
         self._heard.note()
+        if self._told.on_id:
+            self._read(chunk)
+            chunk = b""
+        try:
+            if passed_on:
+                self.writer.write(passed_on)
+        finally:
+            self._read(chunk)
+
+    def _read(self, chunk: bytes) -> None:
         self._reader.feed(chunk)
         if self._told.on_id and (message_id := self._reader.message_id):
             self._told.on_id(message_id)
@@ -198,8 +211,6 @@ class Exchange:
         if self._first_token_at is None and self._reader.has_token:
             self._first_token_at = self._heard.heard_at
             self.answering.set()
-        if passed_on:
-            self.writer.write(passed_on)
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
