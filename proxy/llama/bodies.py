@@ -15,6 +15,7 @@ import xxhash
 from proxy.core.messages import Route, list_of, member, n_leading_system, object_in, text_of
 from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
+from proxy.errors import NotConvertible
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -97,6 +98,21 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     chat = _CONVERSIONS[route](body.fields)
     fields = {key: chat[key] for key in _CONVERTED if key in chat}
     return GenerationBody(msgspec.json.encode(fields), fields)
+
+
+def chat_form(
+    route: Route, body: GenerationBody | None
+) -> tuple[GenerationBody | None, str | None]:
+    """Return the body whose prompt can be read, or why there is none."""
+    reason = bypass_reason(route, body)
+    if reason is not None or body is None or route is Route.COMPLETION:
+        return (None, reason) if reason is not None else (body, None)
+    try:
+        chat = as_chat_body(route, body)
+    except NotConvertible as why:
+        return None, str(why)
+    reason = chat_reason(chat)
+    return (None, reason) if reason is not None else (chat, None)
 
 
 def n_completions(body: GenerationBody) -> int:

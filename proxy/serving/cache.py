@@ -11,18 +11,9 @@ from proxy.core.messages import Route
 from proxy.core.model import Prompt
 from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
-from proxy.errors import NotConvertible, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
+from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
-from proxy.llama.bodies import (
-    GenerationBody,
-    as_chat_body,
-    bypass_reason,
-    chat_reason,
-    conversation_of,
-    has_media,
-    is_too_deep,
-    n_completions,
-)
+from proxy.llama.bodies import chat_form, conversation_of, has_media, is_too_deep, n_completions
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
@@ -249,7 +240,7 @@ class Cache:
         """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read."""
         request.why = None
         if request.chat is None:  # else the body has not changed since
-            request.chat, request.why = _chat_form(request.route, request.body)
+            request.chat, request.why = chat_form(request.route, request.body)
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
@@ -285,18 +276,3 @@ class Cache:
 def _key_digest(request: Request) -> bytes:
     """Return a digest of the API key headers of a request."""
     return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())
-
-
-def _chat_form(
-    route: Route, body: GenerationBody | None
-) -> tuple[GenerationBody | None, str | None]:
-    """Return the body whose prompt can be read, or why there is none."""
-    reason = bypass_reason(route, body)
-    if reason is not None or body is None or route is Route.COMPLETION:
-        return (None, reason) if reason is not None else (body, None)
-    try:
-        chat = as_chat_body(route, body)
-    except NotConvertible as why:
-        return None, str(why)
-    reason = chat_reason(chat)
-    return (None, reason) if reason is not None else (chat, None)

@@ -35,7 +35,7 @@ from proxy.core.saving import (
     points_of_others,
     select_points,
 )
-from proxy.core.slots import Content, Known
+from proxy.core.slots import Content, Known, believed_after_save
 from proxy.core.tokens import Namespace
 from proxy.errors import (
     WRITE_BUDGET,
@@ -235,6 +235,34 @@ class Room:
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, selection.keys() <= set(saved.state.restore_points)
+
+    def contradiction(
+        self, content: Content, state: StateFile, is_just_predicted: bool
+    ) -> str | None:
+        """Return why a saved file is not what the slot was expected to hold; None if it is."""
+        if state.n_media or -1 in state.tokens:
+            return "the slot holds media"
+        if not isinstance(content, Known):
+            return None
+        if not state.tokens:
+            if self._process.clears_idle_slots:
+                return None  # its request ended just when another one started
+            self._process.metrics.drift.inc()
+            if self._process.clears_idle_slots is None:
+                self._process.note_clearing(clears=True)
+            return "the slot was empty: something has cleared it since"
+        if state.tokens[: len(content.tokens)] == content.tokens:
+            self._process.n_believed_points = believed_after_save(
+                self._process.n_believed_points, content.restore_points, state.restore_points
+            )
+            return None
+        # Another client's request would hardly have left exactly as many tokens.
+        if is_just_predicted or len(state.tokens) == content.n_tokens:
+            self._process.metrics.tokenization_disagreements.inc()
+            self._process.disable_shape(content.shape)
+            return "the file's tokens are not those that were predicted"
+        self._process.metrics.drift.inc()
+        return "the slot was used by somebody else: all traffic must go through here"
 
     def _checked(self, name: str, reply: Saved, seconds: float) -> SavedSlot:
         files = self._process.store.files

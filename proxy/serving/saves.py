@@ -11,15 +11,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
 from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
 from proxy.core.saving import at_savable_point, is_write_back_due
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Empty,
-    Known,
-    Unknown,
-    also_saved,
-    believed_after_save,
-)
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, also_saved
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamLost
 from proxy.llama.state_file import StateFile
@@ -97,7 +89,7 @@ class SlotSaves:
                         if not is_used:
                             _end(free)
                         saved = await room.check(name, *written)
-                        if why := self._contradiction(before, saved.state, is_just_predicted):
+                        if why := room.contradiction(before, saved.state, is_just_predicted):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
@@ -155,34 +147,6 @@ class SlotSaves:
         self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
         self._table.set_content(slot_id, target)
         return target
-
-    def _contradiction(
-        self, content: Content, state: StateFile, is_just_predicted: bool
-    ) -> str | None:
-        """Return why a saved file is not what the slot was expected to hold; None if it is."""
-        if state.n_media or -1 in state.tokens:
-            return "the slot holds media"
-        if not isinstance(content, Known):
-            return None
-        if not state.tokens:
-            if self._process.clears_idle_slots:
-                return None  # its request ended just when another one started
-            self._metrics.drift.inc()
-            if self._process.clears_idle_slots is None:
-                self._process.note_clearing(clears=True)
-            return "the slot was empty: something has cleared it since"
-        if state.tokens[: len(content.tokens)] == content.tokens:
-            self._process.n_believed_points = believed_after_save(
-                self._process.n_believed_points, content.restore_points, state.restore_points
-            )
-            return None
-        # Another client's request would hardly have left exactly as many tokens.
-        if is_just_predicted or len(state.tokens) == content.n_tokens:
-            self._metrics.tokenization_disagreements.inc()
-            self._process.disable_shape(content.shape)
-            return "the file's tokens are not those that were predicted"
-        self._metrics.drift.inc()
-        return "the slot was used by somebody else: all traffic must go through here"
 
     async def commit(
         self,
