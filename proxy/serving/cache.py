@@ -114,7 +114,8 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
-        fetching.begin(process, request)
+        if process.tier:
+            fetching.begin(process.tier, process, request)
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -147,7 +148,8 @@ class Cache:
         """
         read = partial(self._read_prompt, process)
         has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
-        has_waited |= await fetching.fetch_first(process, request)
+        if process.tier:
+            has_waited |= await fetching.fetch_first(process.tier, process, request)
         if has_waited and not await process.is_current():
             raise replaced()
         async with process.launches.turn() as start:
@@ -259,7 +261,8 @@ class Cache:
     async def _note_tenant(self, process: Process, request: Request) -> None:
         """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
         tenant = process.tenant_here(request.tenant)
-        await fetching.note_tenant(process, request, tenant)
+        if process.tier:
+            await fetching.note_tenant(process.tier, process, request, tenant)
         if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
             return
         process.tenants.add(tenant)
