@@ -49,7 +49,7 @@ class Pool(Addresses):
         """*others* are those of Addresses."""
         super().__init__(settings, shared, *others)
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
-        overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
+        overflow = Overflow(shared) if settings.context_overflow == "stable" else None
         self.cache = Cache(self.stabilizing, overflow)
         self.ahead = Ahead(settings.ahead_seconds)
         self._fatal = FatalRequests(shared.opened_store)
@@ -86,7 +86,8 @@ class Pool(Addresses):
             return await self._serve_unplaced(server, request, may_be_lost)
         try:
             await self.cache.read(process, request)
-            server, process = await self._choose(servers, server, process, request)
+            if len(servers) > 1:
+                server, process = await self._choose(servers, server, process, request)
         except WillBeRefused as why:
             await self._watched(server, request, self.cache.let_refuse(process, request, why))
             return True
@@ -117,10 +118,12 @@ class Pool(Addresses):
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
         request.keeps_text = self.ahead.may_follow(process, request)
-        self._fatal.refuse(request)
+        if self._fatal.deaths:
+            self._fatal.refuse(request)
         try:
             await self._watched(server, request, self.cache.serve(process, request))
-            await self._fatal.note_answer(request)
+            if self._fatal.deaths:
+                await self._fatal.note_answer(request)
             self.ahead.note(process, request)
         except FreeElsewhere:
             return False

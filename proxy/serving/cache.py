@@ -42,7 +42,8 @@ BRIEF = "too short: looking it up costs more than it could spare"
 class Cache:
     """Serves generation requests by a llama-server process, from the cache where that helps."""
 
-    def __init__(self, stabilizing: Stabilizing, overflow: Overflow) -> None:
+    def __init__(self, stabilizing: Stabilizing, overflow: Overflow | None) -> None:
+        """*overflow* shortens prompts that do not fit; without it llama-server refuses them."""
         self._stabilizing = stabilizing
         self._overflow = overflow
 
@@ -93,7 +94,7 @@ class Cache:
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
         if ending:
             await asyncio.wait(ending)
-        n_room = self._overflow.n_room(process, request)
+        n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
         slot = slot_to_extend(
             conversation,
             process.slots,
@@ -146,8 +147,10 @@ class Cache:
         What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
         """
-        read = partial(self._read_prompt, process)
-        has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
+        has_waited = False
+        if self._overflow:  # shortening takes a while
+            read = partial(self._read_prompt, process)
+            has_waited = await self._overflow.fit(process, request, read)
         if process.tier:
             has_waited |= await fetching.fetch_first(process.tier, process, request)
         if has_waited and not await process.is_current():
@@ -211,7 +214,7 @@ class Cache:
         if not self._understand(process, request) or request.chat is None:
             return
         process.journal.note_chat(request)
-        is_judged = process.judges_by_size and not self._overflow.is_on
+        is_judged = process.judges_by_size and not self._overflow
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
         if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
