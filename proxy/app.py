@@ -24,7 +24,8 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal
 from proxy.health import Degradations
-from proxy.llama.client import LlamaServer, Target, new_session
+from proxy.llama.client import LlamaServer, Target
+from proxy.llama.connection import new_session
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
@@ -44,9 +45,9 @@ from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import Admin, only_operators
-from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Connection, Front
+from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Front
 from proxy.web.page import LivePage
-from proxy.web.writer import Unread
+from proxy.web.writer import Connection, Unread
 
 if TYPE_CHECKING:
     from proxy.shared.bucket import Bucket

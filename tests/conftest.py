@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hypothesis import settings
 
-from proxy.llama.client import EventLoop
+from proxy.llama.connection import EventLoop
 
 # Few examples by default, many in `make test-long`; no deadline, for machines are busy.
 settings.register_profile("quick", max_examples=25, deadline=None)

@@ -25,7 +25,7 @@ from proxy.cli.command import (
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
-from proxy.llama.client import EventLoop
+from proxy.llama.connection import EventLoop
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command

@@ -46,8 +46,8 @@ from proxy.llama.client import (
     SlotStatus,
     Target,
     Timings,
-    new_session,
 )
+from proxy.llama.connection import new_session
 from proxy.llama.hosts import recognise
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.metrics import Metrics

@@ -1,21 +1,130 @@
-"""Why a request reused no more, decided from its plan and from known prompts. Pure."""
+"""What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
-from proxy.core.model import Rule, RuleKind
-from proxy.core.plan import Plan, Why
+from proxy.core.model import Outcome, Rule, RuleKind
+from proxy.core.plan import Plan, Start, Why
+from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.known import SLACK_TOKENS, Loss
 from proxy.explain.views import Nearest
-
-if TYPE_CHECKING:
-    from proxy.serving.request import Account
+from proxy.llama.client import Timings
 
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
+
+
+@dataclass
+class Account:
+    """Adds up the replies to one request: those at its stops, then its own.
+
+    Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
+    `failure` says what failed, if that cost the request its reuse. `saved_seconds` is how long evaluating
+    the reused tokens would have taken at the measured speeds, less the restore; None without speeds.
+    """
+
+    plan: Plan
+    n_prompt: int
+    n_reused: int | None = None
+    n_evaluated: int = 0
+    evaluation_seconds: float = 0.0
+    is_degraded: bool = False
+    failure: Cause | None = None
+    restore_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    saved_seconds: float | None = None
+    queued_seconds: float = 0.0
+    prepared_seconds: float = 0.0
+
+    def add(self, timings: Timings) -> None:
+        if self.n_reused is None:
+            self.n_reused = timings.cache_n
+        self.n_evaluated += timings.prompt_n
+        self.evaluation_seconds += timings.prompt_ms / 1000
+
+    def value(self, rates: Rates) -> None:
+        """Note the seconds that the reuse saved, if speeds were measured."""
+        if self.n_reused is not None and rates.is_measured:
+            whole = rates.evaluation_seconds(0, self.n_prompt)
+            rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
+            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
+
+    def move(self, plan: Plan) -> None:
+        """Go on by another plan; the next reply tells what the slot held before."""
+        self.plan, self.n_reused = plan, None
+
+    @property
+    def is_ineffective_restore(self) -> bool:
+        """Whether a restore that answered 200 was not reused as planned."""
+        start = self.plan.start
+        return (
+            start.restored is not None
+            and not self.is_degraded
+            and self.n_reused is not None
+            and self.n_reused < start.n_reused
+        )
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether more was reused than the slot was believed to hold."""
+        at_most = self.plan.start.n_at_most
+        return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a live slot gave less than it was believed to hold."""
+        start = self.plan.start
+        return (
+            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.is_degraded:
+            return Outcome.DEGRADED
+        if not self.n_reused:
+            return Outcome.MISS
+        return Outcome.PARTIAL if self.n_reused < self.plan.start.n_reused else Outcome.HIT
+
+    @property
+    def n_restored(self) -> int:
+        """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
+        is_restored = self.plan.start.restored is not None and not self.is_degraded
+        return (self.n_reused or 0) if is_restored else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan, the reason for it and its result, as fields of a RequestRecord."""
+        plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
+        return {
+            "slot": plan.slot_id,
+            "chosen": start.kind,
+            "why": plan.why.value,
+            "n_prompt": self.n_prompt,
+            "expected": start.n_reused,
+            "confirmed": self.n_reused,
+            "evaluated": self.n_evaluated,
+            "queued_seconds": round(self.queued_seconds, 4),
+            "prepared_seconds": round(self.prepared_seconds, 4),
+            "evaluation_seconds": round(self.evaluation_seconds, 4),
+            "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
+            "expected_seconds": round(start.seconds, 4),
+            "displaced_seconds": round(start.displacement.seconds, 4),
+            "alternatives": tuple(_describe(option) for option in plan.alternatives),
+            "stops": tuple(stop.n_tokens for stop in plan.stops),
+            "cuts": (cuts.header, cuts.turn_start, cuts.branch),
+        }
+
+
+def _describe(option: Start) -> str:
+    """Return an option that was not chosen in a few words, with its cost."""
+    way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
+    costs = f"{option.seconds:.3f} s"
+    if option.displacement.seconds:
+        costs += f" + {option.displacement.seconds:.3f} s displaced"
+    return f"{way} in slot {option.slot_id}: {costs}"
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -52,13 +161,13 @@ class Past:
     loss: Loss = (None, 0)
 
 
-def may_be_missed(served: "Account", past: Past) -> bool:
+def may_be_missed(served: Account, past: Past) -> bool:
     """Return whether known tokens may have been evaluated again."""
     return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
 
 
 def judge(
-    served: "Account", rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
+    served: Account, rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
 ) -> Judgement:
     """Return why *served* reused no more; *change* is why and where its prompt left an earlier prompt.
 
@@ -85,7 +194,7 @@ def judge(
     return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
 
 
-def _n_known(served: "Account", past: Past) -> int:
+def _n_known(served: Account, past: Past) -> int:
     """Return how many tokens were evaluated before; llama-server always evaluates the last one anew."""
     return min(max(past.n_common, served.plan.n_shared), served.n_prompt - 1)
 

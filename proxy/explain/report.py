@@ -27,7 +27,7 @@ from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
-from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
+from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, Past, judge, may_be_missed
 from proxy.explain.known import (
     SLACK_TOKENS,
     Chat,
@@ -45,7 +45,7 @@ from proxy.metrics import Metrics
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
-    from proxy.serving.request import Account, Request
+    from proxy.serving.request import Request
 
 TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS, MAX_MISSES = 2000, 500
@@ -150,16 +150,16 @@ class Journal:
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
 
-    def note_chat(self, request: "Request") -> Kind:
-        """Return what a request that was read is to its conversation."""
-        assert request.conversation is not None and request.chat is not None
+    def note_chat(self, request: "Request") -> None:
+        """Note, once, what a request that has a conversation is to it."""
+        if request.kind or request.conversation is None or request.chat is None:
+            return
         fields, words = request.chat.fields, self.shown(request.words)
         asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
         quotes = sketch.said_in(fields) if words and not has_tools else ""
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
-        self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
-        return kind
+        request.kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
+        self._chats.append(chat._replace(kind=request.kind, words=words.rstrip("…")))
 
     def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
         """Keep the digests of a request under llama-server's id of its answer."""
@@ -258,13 +258,13 @@ class Inquiry:
         self._journal, self._planned_at = self._process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
 
-    def foresee(self, account: "Account", request_id: str) -> Judgement:
+    def foresee(self, account: Account, request_id: str) -> Judgement:
         """Return the judgement on a request of which only the plan is known."""
         if account.n_reused is None:
             account = replace(account, n_reused=account.plan.start.n_reused)
         return self._find(account, request_id)[0]
 
-    def judge(self, account: "Account", request_id: str) -> Judgement:
+    def judge(self, account: Account, request_id: str) -> Judgement:
         """Return why no more was reused, once the reuse is known, and add the prompt to the known ones."""
         if account.n_reused is None:
             return NOT_JUDGED
@@ -278,14 +278,14 @@ class Inquiry:
         where = judgement.divergence if nearest and nearest.id else None
         return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)
 
-    def _find(self, account: "Account", request_id: str) -> _Found:
+    def _find(self, account: Account, request_id: str) -> _Found:
         """Return the findings; they are computed again only if the outcome differs from the plan."""
         facts = account.plan, account.n_reused, account.failure
         if self._found is None or self._found[0] != facts:
             self._found = facts, self._look(account, request_id)
         return self._found[1]
 
-    def _look(self, account: "Account", request_id: str) -> _Found:
+    def _look(self, account: Account, request_id: str) -> _Found:
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep == "text"
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
@@ -300,7 +300,7 @@ class Inquiry:
         return self._compare(new, nearest, compared, account), new, (nearest, compared)
 
     def _compare(
-        self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: "Account"
+        self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: Account
     ) -> Judgement:
         """Return why no more was reused, given the nearest known prompt and the one to compare with."""
         n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
@@ -322,7 +322,7 @@ class Inquiry:
             is_same_conversation=compared is not None and compared.is_same_conversation,
         )
 
-    def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
+    def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
         """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
@@ -447,7 +447,7 @@ class Report:
         self._log.info("request", **_line(record), says=views.in_words(record))
         self._journal.add(record, judgement)
 
-    def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
+    def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
         """Count what was missed, and what was saved."""
         metrics, cause = self._metrics, judgement.cause
         if cause.is_miss:
@@ -502,7 +502,7 @@ class Report:
 
     def described(self, request: "Request") -> dict[str, Any]:
         """Return what people know a request by."""
-        words = request.words or (sketch.words_of(request.body.fields) if request.body else "")
+        words = request.words
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {
             "title": self._journal.shown(words),

@@ -5,6 +5,7 @@ the JSON that the admin listener, the commands and the live page share (docs/mon
 docs/live-page.md). Pure.
 """
 
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -430,3 +431,25 @@ def in_words(record: RequestRecord) -> str:
 def api_name(path: str) -> str:
     """Return what people call the API of a path."""
     return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
+
+
+# Clients, by what they call themselves.
+
+
+_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
+    "QwenCode": "Qwen Code"
+}
+_N_CLIENT = 40
+
+
+def client_name(user_agent: str) -> str:
+    """Return what people call the client that sends this User-Agent header, with its version."""
+    library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
+    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
+    if user_agent.startswith("Mozilla/"):
+        return "a browser"
+    if library:
+        return f"{library[1].replace('/', ' ')} {library[2]}"[:_N_CLIENT]
+    if product:
+        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
+    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]

@@ -15,6 +15,7 @@ import xxhash
 from proxy.core.messages import Route, list_of, member, n_leading_system, object_in, text_of
 from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
+from proxy.errors import NotConvertible
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -99,6 +100,21 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     return GenerationBody(msgspec.json.encode(fields), fields)
 
 
+def chat_form(
+    route: Route, body: GenerationBody | None
+) -> tuple[GenerationBody | None, str | None]:
+    """Return the body whose prompt can be read, or why there is none."""
+    reason = bypass_reason(route, body)
+    if reason is not None or body is None or route is Route.COMPLETION:
+        return (None, reason) if reason is not None else (body, None)
+    try:
+        chat = as_chat_body(route, body)
+    except NotConvertible as why:
+        return None, str(why)
+    reason = chat_reason(chat)
+    return (None, reason) if reason is not None else (chat, None)
+
+
 def n_completions(body: GenerationBody) -> int:
     """Return how many slots the request will use."""
     n = member(body.fields, "n_cmpl", body.fields.get("n"))
@@ -144,9 +160,9 @@ def has_media(body: GenerationBody) -> bool:
 
 
 def _kinds_of_parts(body: GenerationBody) -> set[str]:
-    messages = list_of(body.fields.get("messages"))
-    parts = (part for message in messages for part in list_of(message.get("content")))
-    return {text_of(part, "type") for part in parts}
+    contents = (message.get("content") for message in list_of(body.fields.get("messages")))
+    lists = (content for content in contents if isinstance(content, list))
+    return {text_of(part, "type") for parts in lists for part in parts}
 
 
 def _prompt_reason(prompt: Any) -> str | None:

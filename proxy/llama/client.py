@@ -7,9 +7,8 @@ clients' own requests. Of replies, only the fields that the proxy reads are name
 import asyncio
 import io
 import re
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -17,16 +16,18 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
-import uvloop
+from multidict import CIMultiDict
 from yarl import URL
 
 from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
+from proxy.llama.connection import CONNECT_SECONDS, Reply, literal_address, send
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
+Body = bytes | AsyncIterable[bytes] | None
 
 _NO_KEY = {"Accept": "*/*"}
 _OWN = {"Content-Type": "application/json", "Connection": "close"}
@@ -210,51 +211,6 @@ class Heard:
         self._cut()
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Keeps a connection alive for the next GET, which aiohttp repeats if the connection was closed.
-
-    llama-server closes idle connections at any time, and another request cannot be repeated safely. A
-    connection is kept for a second, because a thread of older builds waits for its next request.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(limit=0, keepalive_timeout=1.0)
-        self._for_one_request = aiohttp.TCPConnector(limit=0, force_close=True)
-
-    async def connect(self, req: aiohttp.ClientRequest, *args: Any, **named: Any) -> Any:
-        if req.method == "GET" and not req.body and "Connection" not in req.headers:
-            return await super().connect(req, *args, **named)
-        return await self._for_one_request.connect(req, *args, **named)
-
-    def close(self, **options: Any) -> Any:
-        """Close the connections of both kinds, also those of unfinished answers."""
-        return asyncio.gather(super().close(**options), self._for_one_request.close(**options))
-
-
-class EventLoop(uvloop.Loop):
-    """uvloop's event loop, but without a thread for a literal address.
-
-    uvloop's `sock_connect`, which aiohttp calls, names no type of socket, and without a type uvloop has a
-    thread resolve even such an address.
-    """
-
-    async def getaddrinfo(self, host: Any, port: Any, **hints: Any) -> Any:
-        return await super().getaddrinfo(host, port, **{"type": socket.SOCK_STREAM, **hints})
-
-
-def new_session() -> aiohttp.ClientSession:
-    """Return the client session for all traffic to llama-server."""
-    return aiohttp.ClientSession(
-        connector=_Connector(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        max_line_size=65536,
-        max_field_size=65536,
-    )
-
-
 class LlamaServer:
     """One llama-server at its target.
 
@@ -272,6 +228,7 @@ class LlamaServer:
         self.keeps_points_of_others = False
         """Whether a slot keeps its context checkpoints over an erase and a restore, as builds before July
         2026 (b10068) do: a restored state could then be continued at those of another prompt."""
+        self._address = literal_address(target.base_url)
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def at(self, target: Target) -> "LlamaServer":
@@ -281,6 +238,20 @@ class LlamaServer:
     def url(self, raw_path: str) -> URL:
         """Return the URL of a client's path with its query, left exactly as the client encoded it."""
         return URL(self.target.base_url + raw_path, encoded=True)
+
+    async def forward(
+        self, method: str, raw_path: str, headers: CIMultiDict[str], body: Body
+    ) -> Reply | aiohttp.ClientResponse:
+        """Send a client's request; return the answer once its head has come; raises aiohttp.ClientError."""
+        whole = b"" if body is None else body
+        if self._address and isinstance(whole, bytes) and method in ("GET", "POST"):
+            return await send(self._address, method, raw_path, headers, whole)
+        # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
+        data = io.BytesIO(body) if isinstance(body, bytes) else body
+        url = self.url(raw_path)
+        return await self.session.request(
+            method, url, data=data, headers=headers, allow_redirects=False
+        )
 
     @contextmanager
     def heard(self, cut: Callable[[], None]) -> Iterator[Heard]:
@@ -475,7 +446,7 @@ class LlamaServer:
                     self.url(there),
                     data=None if data is None else io.BytesIO(data),
                     headers={**_OWN, **(headers or self.own_headers)},
-                    timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
+                    timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
                 ) as response,
             ):
                 status, content = response.status, await response.read()

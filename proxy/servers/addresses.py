@@ -5,7 +5,8 @@ Each address is watched: it has a llama-server, or a host that starts a llama-se
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
+from proxy.llama.routes import unloads_models
 from proxy.log import get_logger
 from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
 from proxy.servers.models import HostedModels
@@ -103,6 +105,43 @@ class Addresses:
     def has_models(self) -> bool:
         """Whether requests must name their model."""
         return bool(self._hosts)
+
+    async def find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
+        """Return a host that has a model, loaded if possible, and the model's name there."""
+        hosts = list(self._hosts.values()) if model else []
+        found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
+        if not found:
+            asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
+            found = [(hosted, name) for hosted, name in asked if name]
+
+        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
+            hosted, name = each
+            return hosted.is_away, name not in hosted.loaded
+
+        return min(found, key=is_worse, default=(None, ""))
+
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, model: str, keys: Mapping[str, str]
+    ) -> AsyncIterator[Sequence[LlamaServer]]:
+        """Yield where to forward a request that is no generation; its model stays loaded in the block.
+
+        Each of the llama-servers may take the request: the next one if the one before cannot be reached.
+        """
+        if unloads_models(method, path):
+            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
+        elif model:
+            hosted, named = await self.find(model, keys)
+            if hosted is not None:
+                if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
+                    # Only llama-swap's configuration tells for which paths it loads a model.
+                    await hosted.save_all(keys)
+                    yield [hosted.root]
+                    return
+                async with hosted.use(named, time.monotonic(), keys):
+                    yield [hosted.root]
+                return
+        yield self.roots
 
     async def drain(self, seconds: float) -> None:
         """Save every dirty slot now, in at most *seconds*."""

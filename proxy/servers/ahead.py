@@ -67,7 +67,7 @@ class Ahead:
 
     def may_follow(self, process: Process, request: Request) -> bool:
         """Return whether a request may be gone on with once it is answered."""
-        is_plain = not (request.wishes or request.warms or request.kind is Kind.SIDE)
+        is_plain = not (request.wishes or request.warms)
         is_cached = process.is_caching and request.conversation is not None
         return bool(self._max_seconds) and is_cached and is_plain
 

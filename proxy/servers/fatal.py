@@ -5,12 +5,10 @@ because the proxy may be restarted with llama-server.
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from hashlib import blake2b
 
-from proxy.errors import ProxyError, ServerAway, StoreFault
-from proxy.serving.process import Process
+from proxy.errors import ProxyError, StoreFault
 from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
@@ -26,54 +24,46 @@ class FatalRequests:
 
     def __init__(self, store: CheckpointStore | None) -> None:
         self._store = store
-        self._deaths: dict[str, tuple[int, float]] = {}
+        self.deaths: dict[str, tuple[int, float]] = {}
+        """By the hash of a request; while none is known, no hash need be made."""
         if store is not None:
             with suppress(StoreFault):
-                self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
+                self.deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
-    @asynccontextmanager
-    async def watching(self, request: Request, process: Process) -> AsyncIterator[None]:
-        """Note whether llama-server ends while the block has *process* serve a request.
-
-        Raises ProxyError at once if llama-server has ended twice in a row during this request.
-        """
+    def refuse(self, request: Request) -> None:
+        """Raise ProxyError if llama-server has ended twice in a row during this request."""
         if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
-            self._deaths[key_of(request)] = n_deaths, time.time()
+            self.deaths[key_of(request)] = n_deaths, time.time()
             raise ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
                 f"{FORGET_SECONDS / 60:.0f} minutes",
                 422,
             )
-        try:
-            yield
-        except ServerAway as away:
-            if away.has_ended and await process.has_ended():
-                await self._note_death(request)
-            raise
-        # The request succeeded: its deaths in a row end here. While no death is known, no hash is made.
-        if self._deaths and (key := key_of(request)) in self._deaths:
-            del self._deaths[key]
+
+    async def note_answer(self, request: Request) -> None:
+        """Note that a request was answered: its deaths in a row end here."""
+        if (key := key_of(request)) in self.deaths:
+            del self.deaths[key]
             await self._write()
 
-    async def _note_death(self, request: Request) -> None:
+    async def note_death(self, request: Request) -> None:
+        """Note that llama-server ended while it worked on a request."""
         n_before, key = self._n_deaths(request), key_of(request)
-        self._deaths.pop(key, None)
-        self._deaths[key] = n_before + 1, time.time()
-        while len(self._deaths) > _MAX_REMEMBERED:
-            del self._deaths[next(iter(self._deaths))]
+        self.deaths.pop(key, None)
+        self.deaths[key] = n_before + 1, time.time()
+        while len(self.deaths) > _MAX_REMEMBERED:
+            del self.deaths[next(iter(self.deaths))]
         await self._write()
 
     def _n_deaths(self, request: Request) -> int:
-        if not self._deaths:
-            return 0
-        n_deaths, last_at = self._deaths.get(key_of(request), (0, 0.0))
+        n_deaths, last_at = self.deaths.get(key_of(request), (0, 0.0))
         return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
 
     async def _write(self) -> None:
         if self._store is not None:
             with suppress(StoreFault):  # then the deaths are known only while the proxy runs
-                await self._store.put_value(_NAME, self._deaths)
+                await self._store.put_value(_NAME, self.deaths)
 
 
 def key_of(request: Request) -> str:

@@ -24,12 +24,9 @@ from typing import Any
 from proxy.core.model import Outcome
 from proxy.core.residency import Offer, best_offer, make_offer
 from proxy.errors import ServerAway, WillBeRefused
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import unloads_models
 from proxy.servers.addresses import Addresses
 from proxy.servers.ahead import Ahead
 from proxy.servers.fatal import FatalRequests
-from proxy.servers.models import HostedModels
 from proxy.servers.server import Phase, Server
 from proxy.serving.cache import Cache
 from proxy.serving.planning import situation
@@ -52,7 +49,7 @@ class Pool(Addresses):
         """*others* are those of Addresses."""
         super().__init__(settings, shared, *others)
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
-        overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
+        overflow = Overflow(shared) if settings.context_overflow == "stable" else None
         self.cache = Cache(self.stabilizing, overflow)
         self.ahead = Ahead(settings.ahead_seconds)
         self._fatal = FatalRequests(shared.opened_store)
@@ -67,8 +64,9 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
+            is_known = lent is not None or not self._hosts
             lending = self.lent(request.model, request.arrived_at, request.headers)
-            async with lending if lent is None else nullcontext(lent) as servers:
+            async with nullcontext(lent or list(self._plain)) if is_known else lending as servers:
                 if not servers:
                     await request.send(self.roots[0], request.raw)
                     return self._shared.report.not_looked_up(request, "no such model")
@@ -88,7 +86,8 @@ class Pool(Addresses):
             return await self._serve_unplaced(server, request, may_be_lost)
         try:
             await self.cache.read(process, request)
-            server, process = await self._choose(servers, server, process, request)
+            if len(servers) > 1:
+                server, process = await self._choose(servers, server, process, request)
         except WillBeRefused as why:
             await self._watched(server, request, self.cache.let_refuse(process, request, why))
             return True
@@ -119,13 +118,18 @@ class Pool(Addresses):
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
         request.keeps_text = self.ahead.may_follow(process, request)
+        if self._fatal.deaths:
+            self._fatal.refuse(request)
         try:
-            async with self._fatal.watching(request, process):
-                await self._watched(server, request, self.cache.serve(process, request))
+            await self._watched(server, request, self.cache.serve(process, request))
+            if self._fatal.deaths:
+                await self._fatal.note_answer(request)
             self.ahead.note(process, request)
         except FreeElsewhere:
             return False
         except ServerAway as away:
+            if away.has_ended and await process.has_ended():
+                await self._fatal.note_death(request)
             server.poke()
             if away.was_sent == "yes":
                 raise
@@ -180,61 +184,26 @@ class Pool(Addresses):
         Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long;
         the request has waited *since* that moment. *keys* are the headers with its client's key.
         """
-        hosted, named = await self._find(model, keys)
+        hosted, named = await self.find(model, keys)
         if hosted is None:
             yield list(self._plain)  # a host of models may turn out to be at one of the addresses
             return
         async with hosted.use(named, since, keys) as server:
             yield [server]
 
-    async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
-        """Return a host that has a model, loaded if possible, and the model's name there."""
-        hosts = list(self._hosts.values()) if model else []
-        found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
-        if not found:
-            asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
-            found = [(hosted, name) for hosted, name in asked if name]
-
-        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
-            hosted, name = each
-            return hosted.is_away, name not in hosted.loaded
-
-        return min(found, key=is_worse, default=(None, ""))
-
     def split_path(self, path: str, model: str) -> tuple[str, str]:
         """Return the model that a client's path names, and the path as a llama-server would see it.
 
         *model* is the one that the query names.
         """
+        if not self._hosts:
+            return "", path
         hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
         split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
         known = (found for found in split if found[0].named(found[1]))
         shortest = sorted(split, key=lambda found: len(found[2]))
         _, named, rest = next(known, next(iter(shortest), (None, "", path)))
         return named, rest
-
-    @asynccontextmanager
-    async def passing(
-        self, method: str, path: str, model: str, keys: Mapping[str, str]
-    ) -> AsyncIterator[Sequence[LlamaServer]]:
-        """Yield where to forward a request that is no generation; its model stays loaded in the block.
-
-        Each of the llama-servers may take the request: the next one if the one before cannot be reached.
-        """
-        if unloads_models(method, path):
-            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
-        elif model:
-            hosted, named = await self._find(model, keys)
-            if hosted is not None:
-                if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
-                    # Only llama-swap's configuration tells for which paths it loads a model.
-                    await hosted.save_all(keys)
-                    yield [hosted.root]
-                    return
-                async with hosted.use(named, time.monotonic(), keys):
-                    yield [hosted.root]
-                return
-        yield self.roots
 
     async def ready(self, servers: Sequence[Server]) -> tuple[Server, Process | None]:
         """Return an attached llama-server and its process; if there is none, wait for the first.

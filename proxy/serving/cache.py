@@ -11,19 +11,9 @@ from proxy.core.messages import Route
 from proxy.core.model import Prompt
 from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
-from proxy.errors import NotConvertible, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
+from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
-from proxy.explain.sketch import words_of
-from proxy.llama.bodies import (
-    GenerationBody,
-    as_chat_body,
-    bypass_reason,
-    chat_reason,
-    conversation_of,
-    has_media,
-    is_too_deep,
-    n_completions,
-)
+from proxy.llama.bodies import chat_form, conversation_of, has_media, is_too_deep, n_completions
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
@@ -52,7 +42,8 @@ BRIEF = "too short: looking it up costs more than it could spare"
 class Cache:
     """Serves generation requests by a llama-server process, from the cache where that helps."""
 
-    def __init__(self, stabilizing: Stabilizing, overflow: Overflow) -> None:
+    def __init__(self, stabilizing: Stabilizing, overflow: Overflow | None) -> None:
+        """*overflow* shortens prompts that do not fit; without it llama-server refuses them."""
         self._stabilizing = stabilizing
         self._overflow = overflow
 
@@ -72,6 +63,7 @@ class Cache:
             raise WillBeRefused("body is not a JSON object")
         if self._is_brief(process, request):
             request.is_brief, request.why = True, BRIEF
+            process.journal.note_chat(request)
         elif not (may_extend and await self._extends(process, request)):
             await self._read_now(process, request)
 
@@ -102,7 +94,7 @@ class Cache:
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
         if ending:
             await asyncio.wait(ending)
-        n_room = self._overflow.n_room(process, request)
+        n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
         slot = slot_to_extend(
             conversation,
             process.slots,
@@ -123,7 +115,8 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
-        fetching.begin(process, request)
+        if process.tier:
+            fetching.begin(process.tier, process, request)
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -154,9 +147,12 @@ class Cache:
         What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
         """
-        read = partial(self._read_prompt, process)
-        has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
-        has_waited |= await fetching.fetch_first(process, request)
+        has_waited = False
+        if self._overflow:  # shortening takes a while
+            read = partial(self._read_prompt, process)
+            has_waited = await self._overflow.fit(process, request, read)
+        if process.tier:
+            has_waited |= await fetching.fetch_first(process.tier, process, request)
         if has_waited and not await process.is_current():
             raise replaced()
         async with process.launches.turn() as start:
@@ -200,15 +196,16 @@ class Cache:
         Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
         tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
         """
-        taken, digest = process.taken_keys, _key_digest(request)
-        if process.asks_for_key and digest not in taken:
-            try:
-                taken[digest] = await process.upstream.takes_key(request.headers)
-            except UpstreamFault:
-                return  # the next call finds out what is wrong with llama-server
-        if process.asks_for_key and not taken.get(digest, True):
-            given = "this API key is refused" if request.headers else "an API key is needed"
-            raise WillBeRefused(f"llama-server says that {given}")
+        if process.asks_for_key:
+            taken, digest = process.taken_keys, _key_digest(request)
+            if digest not in taken:
+                try:
+                    taken[digest] = await process.upstream.takes_key(request.headers)
+                except UpstreamFault:
+                    return  # the next call finds out what is wrong with llama-server
+            if not taken.get(digest, True):
+                given = "this API key is refused" if request.headers else "an API key is needed"
+                raise WillBeRefused(f"llama-server says that {given}")
         await self._note_tenant(process, request)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
@@ -216,7 +213,8 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
-        is_judged = process.judges_by_size and not self._overflow.is_on
+        process.journal.note_chat(request)
+        is_judged = process.judges_by_size and not self._overflow
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
         if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
@@ -247,17 +245,16 @@ class Cache:
         """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read."""
         request.why = None
         if request.chat is None:  # else the body has not changed since
-            request.chat, request.why = _chat_form(request.route, request.body)
+            request.chat, request.why = chat_form(request.route, request.body)
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
-            request.words = words_of(request.chat.fields)
             if process.upstream.target.model:  # a host may change requests by the name they say
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
-                request.kind = request.kind or process.journal.note_chat(request)
                 if has_media(request.chat):  # more is evaluated than its messages render
+                    process.journal.note_chat(request)
                     request.conversation = None
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
@@ -267,7 +264,8 @@ class Cache:
     async def _note_tenant(self, process: Process, request: Request) -> None:
         """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
         tenant = process.tenant_here(request.tenant)
-        await fetching.note_tenant(process, request, tenant)
+        if process.tier:
+            await fetching.note_tenant(process.tier, process, request, tenant)
         if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
             return
         process.tenants.add(tenant)
@@ -284,18 +282,3 @@ class Cache:
 def _key_digest(request: Request) -> bytes:
     """Return a digest of the API key headers of a request."""
     return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())
-
-
-def _chat_form(
-    route: Route, body: GenerationBody | None
-) -> tuple[GenerationBody | None, str | None]:
-    """Return the body whose prompt can be read, or why there is none."""
-    reason = bypass_reason(route, body)
-    if reason is not None or body is None or route is Route.COMPLETION:
-        return (None, reason) if reason is not None else (body, None)
-    try:
-        chat = as_chat_body(route, body)
-    except NotConvertible as why:
-        return None, str(why)
-    reason = chat_reason(chat)
-    return (None, reason) if reason is not None else (chat, None)

@@ -7,7 +7,6 @@ use.
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
@@ -15,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.cuts import SLACK_TOKENS, Stop
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
+from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import (
@@ -30,21 +28,27 @@ from proxy.core.slots import (
 )
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
-from proxy.explain.judgement import Judgement
+from proxy.explain.judgement import Account, Judgement
 from proxy.explain.known import Kind
 from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
-from proxy.serving.planning import first_save, look_up, plan_in, situation
+from proxy.serving.planning import (
+    as_wished,
+    first_save,
+    look_up,
+    plan_behind_media,
+    plan_in,
+    situation,
+)
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
-from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
+from proxy.serving.request import NO_STORE, Answer, Request
 from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
-_LOOK_SECONDS = 0.01
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
 
@@ -75,7 +79,6 @@ class CachedRequest:
         self._turn = turn
         self._read = read
         self._extended = request.extends
-        self._is_awaited = asyncio.Event()
         self._prompt = request.prompt
         self._body = request.body
         self._kept = ExitStack()
@@ -143,13 +146,13 @@ class CachedRequest:
             return None  # it would find an empty slot
         if self._extended:
             return self._choose_extended(self._extended)
-        if self._prompt.goes_on and (plan := self._plan_behind_media()):
+        if self._prompt.goes_on and (plan := plan_behind_media(self._process, self._request)):
             return Choice((plan.slot_id,), plan, is_warm=True)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
         plan = plan_request(self._prompt, now)
-        plan = plan and self._as_wished(plan)
+        plan = plan and as_wished(plan, self._request)
         if plan is None:
             self._keep_most_useful(now.candidates)
         elif plan.start.restored:
@@ -165,42 +168,6 @@ class CachedRequest:
         plan = Plan(start, why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
-    def _plan_behind_media(self) -> Plan | None:
-        """Return the plan to go on in a slot with the same text before its first image, if there is one.
-
-        Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
-        """
-        prompt = self._prompt
-        same = [
-            slot
-            for slot in self._process.slots.free()
-            if isinstance(slot.content, Known)
-            and (slot.content.namespace, slot.content.tokens) == (prompt.namespace, prompt.tokens)
-        ]
-        if not same or NO_READ in self._request.wishes:
-            return None
-        newest = max(same, key=lambda slot: slot.used_at)
-        start = Start(newest.id, prompt.n_tokens, sys.maxsize)
-        return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
-
-    def _as_wished(self, plan: Plan) -> Plan:
-        """Return the plan without the reuse, or without the saves, that the client does not want.
-
-        The text before an image is saved alone: a state with images in it is not.
-        """
-        if self._prompt.goes_on:
-            n_tokens, start = self._prompt.n_tokens, replace(plan.start, n_at_most=sys.maxsize)
-            is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
-            stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]
-            text = Stop(n_tokens, None if is_kept else CheckpointKind.CONVERSATION)
-            plan = replace(plan, start=start, stops=(*stops, text))
-        if NO_READ in self._request.wishes:
-            start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
-            plan = replace(plan, start=start, why=Why.NOT_WANTED)
-        if NO_STORE in self._request.wishes:
-            plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
-        return plan
-
     def _as_kept(self, content: Content) -> Content:
         """Return a slot's content, marked as not to be saved after a side call or under no_store."""
         if isinstance(content, Known) and self._request.kind is Kind.SIDE:
@@ -213,7 +180,7 @@ class CachedRequest:
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
-        plan = self._as_wished(plan_in(self._process, self._prompt, self._plan.slot_id))
+        plan = as_wished(plan_in(self._process, self._prompt, self._plan.slot_id), self._request)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._account.move(plan)
@@ -346,6 +313,7 @@ class CachedRequest:
         """
         if self._extended and self._reading is None:
             self._process.extending.add(self._request)
+            self._process.journal.note_chat(self._request)
             self._reading = self._process.tasks.start(self._read_soon())
 
     async def _read_soon(self) -> None:
@@ -353,12 +321,9 @@ class CachedRequest:
 
         llama-server would render the messages while it evaluates them, and the first token would wait.
         """
-        ends_at = time.monotonic() + _FIRST_TOKEN_SECONDS
-        while not self._request.has_token() and time.monotonic() < ends_at:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await self._is_awaited.wait()
-                    break
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
+                await self._request.answering.wait()
         await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
@@ -392,7 +357,7 @@ class CachedRequest:
         process = self._process
         assert self._request.conversation is not None
         self._read_beside()
-        self._is_awaited.set()
+        self._request.answering.set()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)

@@ -29,26 +29,26 @@ _LEAST_BYTES = 4 << 10
 _MAX_TRIES = 2
 
 
-def begin(process: Process, request: Request) -> None:
+def begin(tier: "Tier", process: Process, request: Request) -> None:
     """List what others have stored while a prompt is read that may be worth a transfer."""
-    if process.tier and NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
+    if NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
         namespace = process.tenant_namespace(request.tenant)
-        process.tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
+        tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
 
 
-async def note_tenant(process: Process, request: Request, tenant: bytes) -> None:
+async def note_tenant(tier: "Tier", process: Process, request: Request, tenant: bytes) -> None:
     """Note what a *tenant* of this directory is called on all machines with the same key file."""
-    if not process.tier or not tenant or tenant in process.tier.remote.tenants:
+    if not tenant or tenant in tier.remote.tenants:
         return
     if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
-        name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
-        await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
+        name = tenant_of(request.headers, tier.remote.secret, request.salt)
+        await tier.remote.note_tenant(tenant, process.tenant_here(name))
 
 
-async def fetch_first(process: Process, request: Request) -> bool:
+async def fetch_first(tier: "Tier", process: Process, request: Request) -> bool:
     """Fetch what gets a request answered sooner, note in words what came of it; return if it waited."""
-    tier, prompt, began = process.tier, request.prompt, time.monotonic()
-    if not tier or not prompt or request.extends or NO_READ in request.wishes:
+    prompt, began = request.prompt, time.monotonic()
+    if not prompt or request.extends or NO_READ in request.wishes:
         return False
     try:
         if process.rule.can_restore and not tier.downloads.is_off:

@@ -10,7 +10,7 @@ from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
-from proxy.serving.process import LastTasks, Process
+from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
 
@@ -19,6 +19,9 @@ from proxy.tasks import Turn, Turns
 # request, and the content of the other free slots is saved before. llama-server leaves running slots alone,
 # so as many requests generate at once as there are slots. On other servers a turn excludes nobody.
 
+
+LastTasks = dict[SlotId, int]
+"""The id of the last task that each slot ran, which survives the task."""
 
 _START_LOOK_SECONDS = 0.02
 _CLOSING_LOOK_SECONDS = 0.01
@@ -36,6 +39,22 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
     for slot_id in full:
         table.set_content(slot_id, Empty())
     return bool(full)
+
+
+async def last_tasks(process: Process) -> LastTasks | None:
+    """Return the id of the last task that each slot ran; None if llama-server does not tell."""
+    try:
+        return {SlotId(state.id): state.id_task for state in await process.slot_states()}
+    except UpstreamFault as fault:
+        process.faults.record("placement", fault)
+        return None
+
+
+async def begun_since(process: Process, before: LastTasks | None) -> list[SlotId] | None:
+    """Return the slots that have begun another task since *before*; None if that is not told."""
+    if before is None or (after := await last_tasks(process)) is None:
+        return None
+    return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
 
 
 class Launches:
@@ -109,7 +128,7 @@ class Launches:
         if self._process.rule.kind is not RuleKind.END_ONLY:
             # There a save begins with a cut, whose start would empty the slot that is prepared.
             await self.clear_others()
-        before = await self._process.last_tasks()
+        before = await last_tasks(self._process)
         watch = self._process.tasks.start(self._end_at_start(turn, before))
 
         def started() -> None:
@@ -126,7 +145,7 @@ class Launches:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""
         while before is not None:
             await asyncio.sleep(_START_LOOK_SECONDS)
-            if await self._process.begun_since(before):
+            if await begun_since(self._process, before):
                 return turn.end()
 
 

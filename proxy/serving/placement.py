@@ -17,7 +17,7 @@ from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
 from proxy.errors import UpstreamFault, WillBeRefused
 from proxy.serving.cached import CachedRequest
-from proxy.serving.process import LastTasks
+from proxy.serving.launches import LastTasks, begun_since, last_tasks
 from proxy.serving.request import Answer
 from proxy.tasks import Turn
 
@@ -102,11 +102,8 @@ class SimilarRequest(CachedRequest):
 
     async def _read_first(self) -> None:
         """Read the prompt before it is sent; if it cannot be read, keep the known part of it."""
-        self._read_beside()
-        self._is_awaited.set()
-        assert self._reading is not None
         with suppress(WillBeRefused):
-            await self._reading
+            await self._read()
         if self._request.prompt is not None:
             self._take_prompt(self._request.prompt)
         self._extended = None
@@ -177,7 +174,7 @@ class SimilarRequest(CachedRequest):
                 async with asyncio.timeout(pause):
                     await is_over.wait()
             is_last_look = is_over.is_set()
-            begun = await self._process.begun_since(before) or []
+            begun = await begun_since(self._process, before) or []
             if is_last_look and (settling := [task for _, task in self._process.settling]):
                 # The slots of answered requests are still leased, but llama-server may choose them.
                 await asyncio.wait(settling)
@@ -231,7 +228,7 @@ class SimilarRequest(CachedRequest):
             return None
         is_quiet = (SlotPhase.FREE, SlotPhase.RUNNING)
         quiet = [s.id for s in table if s.phase in is_quiet or s.id == slot_id]
-        before = await self._process.last_tasks()
+        before = await last_tasks(self._process)
         return None if before is None else {other: before.get(other, -1) for other in quiet}
 
 

@@ -1,14 +1,17 @@
 """The situation of a plan: slots, checkpoints, rates, and states that are about to be saved."""
 
+import sys
 import time
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, ExpectedState, Prompt, RuleKind, SlotId
-from proxy.core.plan import Plan, Situation, plan_request, promising
+from proxy.core.cuts import SLACK_TOKENS, Stop
+from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
+from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
 from proxy.core.saving import at_savable_point, expected_bytes
 from proxy.core.slots import Known, SlotPhase
 from proxy.serving.process import Process
+from proxy.serving.request import NO_READ, NO_STORE, Request
 
 
 def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], int]:
@@ -48,6 +51,45 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
     mine = replace(now.slots[slot_id], phase=SlotPhase.FREE)
     plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
     assert plan is not None  # its slot counts as free, and no state is expected
+    return plan
+
+
+def plan_behind_media(process: Process, request: Request) -> Plan | None:
+    """Return the plan to go on in a slot with the same text before its first image, if there is one.
+
+    Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
+    """
+    prompt = request.prompt
+    assert prompt is not None
+    same = [
+        slot
+        for slot in process.slots.free()
+        if isinstance(slot.content, Known)
+        and (slot.content.namespace, slot.content.tokens) == (prompt.namespace, prompt.tokens)
+    ]
+    if not same or NO_READ in request.wishes:
+        return None
+    newest = max(same, key=lambda slot: slot.used_at)
+    start = Start(newest.id, prompt.n_tokens, sys.maxsize)
+    return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
+
+
+def as_wished(plan: Plan, request: Request) -> Plan:
+    """Return the plan without the reuse, or without the saves, that the client does not want.
+
+    The text before an image is saved alone: a state with images in it is not.
+    """
+    if request.prompt is not None and request.prompt.goes_on:
+        n_tokens, start = request.prompt.n_tokens, replace(plan.start, n_at_most=sys.maxsize)
+        is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
+        stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]
+        text = Stop(n_tokens, None if is_kept else CheckpointKind.CONVERSATION)
+        plan = replace(plan, start=start, stops=(*stops, text))
+    if NO_READ in request.wishes:
+        start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
+        plan = replace(plan, start=start, why=Why.NOT_WANTED)
+    if NO_STORE in request.wishes:
+        plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
     return plan
 
 

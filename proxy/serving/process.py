@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from proxy.serving.saves import SlotSaves
 
 T = TypeVar("T")
-LastTasks = dict[SlotId, int]
-"""The id of the last task that each slot ran, which survives the task."""
 
 RULE = "self-test {model} {points} context checkpoints {build}"
 """A llama-server that saves context checkpoints has another rule than one that does not: --swa-full and
@@ -299,20 +297,6 @@ class Process(Services):
         """Return llama-server's own view of its slots; raises UpstreamFault."""
         with self.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
             return await self.upstream.slots()
-
-    async def last_tasks(self) -> LastTasks | None:
-        """Return the id of the last task that each slot ran; None if llama-server does not tell."""
-        try:
-            return {SlotId(state.id): state.id_task for state in await self.slot_states()}
-        except UpstreamFault as fault:
-            self.faults.record("placement", fault)
-            return None
-
-    async def begun_since(self, before: LastTasks | None) -> list[SlotId] | None:
-        """Return the slots that have begun another task since *before*; None if that is not told."""
-        if before is None or (after := await self.last_tasks()) is None:
-            return None
-        return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
 
     # The actions on a leased slot.
 

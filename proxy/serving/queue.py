@@ -73,12 +73,11 @@ class Lease(Generic[C]):
     def __enter__(self) -> "Lease[C]":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Give back all slots that were not handed over; a second call is harmless."""
         self.give_up(self.held)
+
+    __exit__ = release
 
     def give_up(self, slot_ids: Iterable[SlotId]) -> None:
         """Give back some of the slots."""

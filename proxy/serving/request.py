@@ -1,5 +1,6 @@
 """One generation request: what came in, what is sent, and what came of it."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,13 +12,13 @@ import xxhash
 
 from proxy.core.messages import Route
 from proxy.core.model import Conversation, Outcome, Prompt, keyed_tenant, salted_tenant
-from proxy.core.plan import Plan, Start
-from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
+from proxy.explain.judgement import Account
 from proxy.explain.known import Kind
+from proxy.explain.sketch import words_of
 from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
@@ -76,26 +77,25 @@ class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
     `withdraw` ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway.
-    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty
-    without both.
-    `model`, `session` and `client` are the client's names for the model, for its session and for itself;
-    each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache, `wishes`
-    are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an empty
-    answer: whole, or as a stream. `has_token` tells whether a token of the answer has come. `arrived_at` is
-    of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send, `body` the same decoded,
-    None if it is no JSON object.
+    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty without
+    both. `model`, `session` and `client` are the client's names for the model, for its session and for
+    itself; each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache,
+    `wishes` are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an
+    empty answer: whole, or as a stream. `answering` is set once a token of the answer, or all of it, has
+    come. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send,
+    `body` the same decoded, None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request. `server`
     is its name, empty if there is only one, and `namespace` that of the tenant there; `rewrites` are the
     stabilizers that changed the body; `chat` is the body in the chat form, `shape` its kind of form,
-    `conversation` its messages as digests, `words` are its user's first words, and `kind` says how it
-    relates to earlier requests. Without a `prompt`, `why` says why the request is not cached. If the
-    request plainly goes on with what a slot holds, `extends` is that content, and `prompt` has its tokens
-    until the real prompt has been read. A request that `is_brief` is too short to be looked up. The request
-    joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its
-    answer was whole at `answered_at`. `foresee` returns the cause that will be reported if all goes as
-    planned. If it `keeps_text`, the text of its answer is kept, even of a stream. `shared` says what the
-    shared store gave, empty if nothing was asked of it; that took `fetch_seconds`.
+    `conversation` its messages as digests, and `kind` says how it relates to earlier requests. Without a
+    `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
+    holds, `extends` is that content, and `prompt` has its tokens until the real prompt has been read. A
+    request that `is_brief` is too short to be looked up. The request joined its first queue at `queued_at`
+    of the monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
+    `foresee` returns the cause that will be reported if all goes as planned. If it `keeps_text`, the text
+    of its answer is kept, even of a stream. `shared` says what the shared store gave, empty if nothing was
+    asked of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -111,7 +111,7 @@ class Request:
     asked_cache: str = ""
     wishes: frozenset[str] = frozenset()
     warms: Literal["", "whole", "stream"] = ""
-    has_token: Callable[[], bool] = bool
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)
@@ -123,14 +123,13 @@ class Request:
     rewrites: tuple[str, ...] = ()
     chat: GenerationBody | None = None
     shape: str = ""
-    words: str = ""
     kind: Kind = Kind.NONE
     conversation: Conversation | None = None
     extends: Known | None = None
     is_brief: bool = False
     prompt: Prompt | None = None
     why: str | None = None
-    account: "Account | None" = None
+    account: Account | None = None
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
@@ -186,6 +185,12 @@ class Request:
         return self.body is not None and self.body.wants_stream
 
     @property
+    def words(self) -> str:
+        """Its user's first words."""
+        body = self.chat or self.body
+        return words_of(body.fields) if body else ""
+
+    @property
     def outcome(self) -> Outcome:
         """The outcome; without an account the request was not looked up."""
         return self.account.outcome if self.account else Outcome.BYPASS
@@ -202,113 +207,3 @@ class Request:
         self.answer = await self.relay(upstream, raw, on_start, n_found)
         self.answered_at = time.monotonic()
         return self.answer
-
-
-@dataclass
-class Account:
-    """Adds up the replies to one request: those at its stops, then its own.
-
-    Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
-    `failure` says what failed, if that cost the request its reuse. `saved_seconds` is how long evaluating
-    the reused tokens would have taken at the measured speeds, less the restore; None without speeds.
-    """
-
-    plan: Plan
-    n_prompt: int
-    n_reused: int | None = None
-    n_evaluated: int = 0
-    evaluation_seconds: float = 0.0
-    is_degraded: bool = False
-    failure: Cause | None = None
-    restore_seconds: float = 0.0
-    fetch_seconds: float = 0.0
-    saved_seconds: float | None = None
-    queued_seconds: float = 0.0
-    prepared_seconds: float = 0.0
-
-    def add(self, timings: Timings) -> None:
-        if self.n_reused is None:
-            self.n_reused = timings.cache_n
-        self.n_evaluated += timings.prompt_n
-        self.evaluation_seconds += timings.prompt_ms / 1000
-
-    def value(self, rates: Rates) -> None:
-        """Note the seconds that the reuse saved, if speeds were measured."""
-        if self.n_reused is not None and rates.is_measured:
-            whole = rates.evaluation_seconds(0, self.n_prompt)
-            rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
-
-    def move(self, plan: Plan) -> None:
-        """Go on by another plan; the next reply tells what the slot held before."""
-        self.plan, self.n_reused = plan, None
-
-    @property
-    def is_ineffective_restore(self) -> bool:
-        """Whether a restore that answered 200 was not reused as planned."""
-        start = self.plan.start
-        return (
-            start.restored is not None
-            and not self.is_degraded
-            and self.n_reused is not None
-            and self.n_reused < start.n_reused
-        )
-
-    @property
-    def is_drift(self) -> bool:
-        """Whether more was reused than the slot was believed to hold."""
-        at_most = self.plan.start.n_at_most
-        return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a live slot gave less than it was believed to hold."""
-        start = self.plan.start
-        return (
-            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
-        )
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.is_degraded:
-            return Outcome.DEGRADED
-        if not self.n_reused:
-            return Outcome.MISS
-        return Outcome.PARTIAL if self.n_reused < self.plan.start.n_reused else Outcome.HIT
-
-    @property
-    def n_restored(self) -> int:
-        """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        is_restored = self.plan.start.restored is not None and not self.is_degraded
-        return (self.n_reused or 0) if is_restored else 0
-
-    def describe(self) -> dict[str, Any]:
-        """Return the plan, the reason for it and its result, as fields of a RequestRecord."""
-        plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
-        return {
-            "slot": plan.slot_id,
-            "chosen": start.kind,
-            "why": plan.why.value,
-            "n_prompt": self.n_prompt,
-            "expected": start.n_reused,
-            "confirmed": self.n_reused,
-            "evaluated": self.n_evaluated,
-            "queued_seconds": round(self.queued_seconds, 4),
-            "prepared_seconds": round(self.prepared_seconds, 4),
-            "evaluation_seconds": round(self.evaluation_seconds, 4),
-            "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
-            "expected_seconds": round(start.seconds, 4),
-            "displaced_seconds": round(start.displacement.seconds, 4),
-            "alternatives": tuple(_describe(option) for option in plan.alternatives),
-            "stops": tuple(stop.n_tokens for stop in plan.stops),
-            "cuts": (cuts.header, cuts.turn_start, cuts.branch),
-        }
-
-
-def _describe(option: Start) -> str:
-    """Return an option that was not chosen in a few words, with its cost."""
-    way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
-    costs = f"{option.seconds:.3f} s"
-    if option.displacement.seconds:
-        costs += f" + {option.displacement.seconds:.3f} s displaced"
-    return f"{way} in slot {option.slot_id}: {costs}"

@@ -158,15 +158,14 @@ Read = Callable[[Request], Awaitable[None]]
 class Overflow:
     """Leaves out the oldest messages of conversations that do not fit, in large steps."""
 
-    def __init__(self, services: Shared, *, is_on: bool) -> None:
+    def __init__(self, services: Shared) -> None:
         self._services = services
-        self.is_on = is_on
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
         self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
 
     def n_room(self, process: Process, request: Request) -> int:
         """Return how many tokens a prompt may have without being shortened."""
-        if not self.is_on or not request.body:
+        if not request.body:
             return process.n_ctx
         return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
 
@@ -176,7 +175,7 @@ class Overflow:
         *read* reads the prompt of a shortened request.
         """
         n_ctx, is_conversation = process.n_ctx, request.route in CONVERSATIONS
-        if not self.is_on or not is_conversation or not request.body or not request.prompt:
+        if not is_conversation or not request.body or not request.prompt:
             return False
         n_room = self.n_room(process, request)
         if request.prompt.n_tokens <= n_room:

@@ -7,32 +7,55 @@ name until it is committed, so a half-checked file is garbage, and is swept.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import (
     UNTITLED,
+    Candidate,
     Checkpoint,
     CheckpointId,
     CheckpointKind,
     FilePart,
+    RuleKind,
     SlotId,
     count_messages,
 )
 from proxy.core.plan import most_useful
-from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
-from proxy.core.slots import Content, Known
+from proxy.core.saving import (
+    Claim,
+    StateSize,
+    edit_cuts,
+    expected_bytes,
+    extent_of,
+    likely_cuts,
+    points_of_others,
+    select_points,
+)
+from proxy.core.slots import Content, Known, believed_after_save
 from proxy.core.tokens import Namespace
-from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
+from proxy.errors import (
+    WRITE_BUDGET,
+    NoRoom,
+    SaveRejected,
+    StateFileMalformed,
+    StoreFault,
+    UpstreamRefused,
+)
 from proxy.health import CannotCache
 from proxy.llama.client import Saved
-from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
+from proxy.llama.state_edits import (
+    NEEDED_BY_VERSIONS,
+    Source,
+    repair_window,
+    select_context_checkpoints,
+)
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
-from proxy.store.files import FileStamp, final_name_of, id_of
+from proxy.store.files import FileStamp, StateFiles, final_name_of, id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +186,84 @@ class Room:
             await process.store.settle(name, state.size_bytes)
         return saved
 
+    async def thin(
+        self,
+        saved: SavedSlot,
+        content: Known,
+        kind: CheckpointKind,
+        relatives: list[Candidate],
+        ancestors: set[CheckpointId],
+    ) -> tuple[SavedSlot, bool]:
+        """Keep those context checkpoints of a temporary file that are worth their bytes.
+
+        Context checkpoints that llama-server has dropped are copied from older files of the conversation;
+        these files and their ancestors join the *ancestors*. Returns the file, and whether it has all that
+        is wanted. A file that cannot be rewritten stays as llama-server wrote it. Raises StoreFault and
+        OSError.
+        """
+        own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
+        if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
+            return saved, True
+        cuts = likely_cuts(content, kind)
+        others = points_of_others(relatives)
+        inside, state_bytes = edit_cuts(content), saved.state.state_end
+        selection = select_points(own, others, cuts, self._process.rates, inside, state_bytes)
+        if selection.keys() == own.keys():
+            return saved, True
+        store, grafted = self._process.store, dict[int, Source]()
+        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
+        try:
+            with ExitStack() as kept:
+                for point in selection.keys() - own:
+                    donor = donors[others[point]]
+                    kept.enter_context(store.keep(donor))
+                    try:
+                        await store.verify(donor)
+                    except StoreFault as fault:
+                        self._process.faults.record("verify", fault)
+                        continue
+                    grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
+                    ancestors.update(store.lineage(donor))
+                # Copied points may make the file larger than it is: there must be room before.
+                mine = selection.keys() & own
+                n_more = len(mine) + len(grafted) - len(own)
+                n_most = saved.state.size_bytes + n_more * max(own.values())
+                await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
+                saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
+        except StateFileMalformed as fault:
+            self._process.faults.record("thin", fault)
+            return saved, False
+        await store.settle(saved.file_name, saved.state.size_bytes)
+        return saved, selection.keys() <= set(saved.state.restore_points)
+
+    def contradiction(
+        self, content: Content, state: StateFile, is_just_predicted: bool
+    ) -> str | None:
+        """Return why a saved file is not what the slot was expected to hold; None if it is."""
+        if state.n_media or -1 in state.tokens:
+            return "the slot holds media"
+        if not isinstance(content, Known):
+            return None
+        if not state.tokens:
+            if self._process.clears_idle_slots:
+                return None  # its request ended just when another one started
+            self._process.metrics.drift.inc()
+            if self._process.clears_idle_slots is None:
+                self._process.note_clearing(clears=True)
+            return "the slot was empty: something has cleared it since"
+        if state.tokens[: len(content.tokens)] == content.tokens:
+            self._process.n_believed_points = believed_after_save(
+                self._process.n_believed_points, content.restore_points, state.restore_points
+            )
+            return None
+        # Another client's request would hardly have left exactly as many tokens.
+        if is_just_predicted or len(state.tokens) == content.n_tokens:
+            self._process.metrics.tokenization_disagreements.inc()
+            self._process.disable_shape(content.shape)
+            return "the file's tokens are not those that were predicted"
+        self._process.metrics.drift.inc()
+        return "the slot was used by somebody else: all traffic must go through here"
+
     def _checked(self, name: str, reply: Saved, seconds: float) -> SavedSlot:
         files = self._process.store.files
         path = files.path(name)
@@ -254,3 +355,14 @@ class Room:
             return frozenset()
         nearest = next(self._process.store.find(content.namespace, content.tokens), None)
         return frozenset((nearest.checkpoint.id,) if nearest else ())
+
+
+def _select(
+    files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
+) -> SavedSlot:
+    parts = files.edit(
+        saved.file_name,
+        lambda path: select_context_checkpoints(Source(path, saved.parts), own, grafted),
+    )
+    stamp, state = files.stamp(saved.file_name), read_state_file(files.path(saved.file_name))
+    return replace(saved, state=state, parts=parts, stamp=stamp)

@@ -5,53 +5,19 @@ the holder of the slot's lease may save it. Every method leaves the table true, 
 """
 
 import asyncio
-from collections.abc import Collection
-from contextlib import ExitStack
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    CheckpointId,
-    CheckpointKind,
-    RuleKind,
-    SlotId,
-    after_save,
-)
-from proxy.core.saving import (
-    at_savable_point,
-    edit_cuts,
-    is_write_back_due,
-    likely_cuts,
-    points_of_others,
-    select_points,
-)
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Empty,
-    Known,
-    Unknown,
-    also_saved,
-    believed_after_save,
-)
+from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
+from proxy.core.saving import at_savable_point, is_write_back_due
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, also_saved
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
-from proxy.errors import (
-    CacheFault,
-    NoRoom,
-    SaveRejected,
-    StateFileMalformed,
-    StoreFault,
-    UpstreamLost,
-)
-from proxy.llama.state_edits import Source, select_context_checkpoints
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamLost
+from proxy.llama.state_file import StateFile
 from proxy.serving.planning import displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
-from proxy.store.files import StateFiles
 
 
 class SlotSaves:
@@ -123,7 +89,7 @@ class SlotSaves:
                         if not is_used:
                             _end(free)
                         saved = await room.check(name, *written)
-                        if why := self._contradiction(before, saved.state, is_just_predicted):
+                        if why := room.contradiction(before, saved.state, is_just_predicted):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
@@ -182,34 +148,6 @@ class SlotSaves:
         self._table.set_content(slot_id, target)
         return target
 
-    def _contradiction(
-        self, content: Content, state: StateFile, is_just_predicted: bool
-    ) -> str | None:
-        """Return why a saved file is not what the slot was expected to hold; None if it is."""
-        if state.n_media or -1 in state.tokens:
-            return "the slot holds media"
-        if not isinstance(content, Known):
-            return None
-        if not state.tokens:
-            if self._process.clears_idle_slots:
-                return None  # its request ended just when another one started
-            self._metrics.drift.inc()
-            if self._process.clears_idle_slots is None:
-                self._process.note_clearing(clears=True)
-            return "the slot was empty: something has cleared it since"
-        if state.tokens[: len(content.tokens)] == content.tokens:
-            self._process.n_believed_points = believed_after_save(
-                self._process.n_believed_points, content.restore_points, state.restore_points
-            )
-            return None
-        # Another client's request would hardly have left exactly as many tokens.
-        if is_just_predicted or len(state.tokens) == content.n_tokens:
-            self._metrics.tokenization_disagreements.inc()
-            self._process.disable_shape(content.shape)
-            return "the file's tokens are not those that were predicted"
-        self._metrics.drift.inc()
-        return "the slot was used by somebody else: all traffic must go through here"
-
     async def commit(
         self,
         slot_id: SlotId,
@@ -237,7 +175,9 @@ class SlotSaves:
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
-            saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
+            saved, is_whole = await self._process.room.thin(
+                saved, content, kind, relatives, ancestors
+            )
         new = saved.checkpoint(namespace, kind, content)
         family = family_of(new, state.tokens, relatives)
         title = title_of(new.title, family, relatives)
@@ -258,56 +198,6 @@ class SlotSaves:
             await store.remove(older, Removal.SUPERSEDED)
         return checkpoint
 
-    async def _thin(
-        self,
-        saved: SavedSlot,
-        content: Known,
-        kind: CheckpointKind,
-        relatives: list[Candidate],
-        ancestors: set[CheckpointId],
-    ) -> tuple[SavedSlot, bool]:
-        """Keep those context checkpoints of a temporary file that are worth their bytes.
-
-        Context checkpoints that llama-server has dropped are copied from older files of the conversation;
-        these files and their ancestors join the *ancestors*. Returns the file, and whether it has all that
-        is wanted. A file that cannot be rewritten stays as llama-server wrote it. Raises StoreFault and
-        OSError.
-        """
-        own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
-            return saved, True
-        cuts = likely_cuts(content, kind)
-        others = points_of_others(relatives)
-        inside, state_bytes = edit_cuts(content), saved.state.state_end
-        selection = select_points(own, others, cuts, self._process.rates, inside, state_bytes)
-        if selection.keys() == own.keys():
-            return saved, True
-        store, grafted = self._process.store, dict[int, Source]()
-        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
-        try:
-            with ExitStack() as kept:
-                for point in selection.keys() - own:
-                    donor = donors[others[point]]
-                    kept.enter_context(store.keep(donor))
-                    try:
-                        await store.verify(donor)
-                    except StoreFault as fault:
-                        self._process.faults.record("verify", fault)
-                        continue
-                    grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
-                    ancestors.update(store.lineage(donor))
-                # Copied points may make the file larger than it is: there must be room before.
-                mine = selection.keys() & own
-                n_more = len(mine) + len(grafted) - len(own)
-                n_most = saved.state.size_bytes + n_more * max(own.values())
-                await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
-                saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
-        except StateFileMalformed as fault:
-            self._process.faults.record("thin", fault)
-            return saved, False
-        await store.settle(saved.file_name, saved.state.size_bytes)
-        return saved, selection.keys() <= set(saved.state.restore_points)
-
 
 def _as_saved(content: Content, namespace: Namespace, state: StateFile) -> Known:
     """Return a slot's content as its file tells; the slot may have more points than the file."""
@@ -322,17 +212,6 @@ def _as_saved(content: Content, namespace: Namespace, state: StateFile) -> Known
         n_saved=len(state.tokens),
         n_points_at_most=len(state.restore_points) or old.n_points_at_most,
     )
-
-
-def _select(
-    files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
-) -> SavedSlot:
-    parts = files.edit(
-        saved.file_name,
-        lambda path: select_context_checkpoints(Source(path, saved.parts), own, grafted),
-    )
-    stamp, state = files.stamp(saved.file_name), read_state_file(files.path(saved.file_name))
-    return replace(saved, state=state, parts=parts, stamp=stamp)
 
 
 def _end(future: "asyncio.Future[None] | None") -> None:

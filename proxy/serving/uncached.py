@@ -19,8 +19,8 @@ from proxy.core.slots import (
 from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
 from proxy.llama.routes import is_task_for_each_input
-from proxy.serving.launches import outlast
-from proxy.serving.process import LastTasks, Process
+from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
+from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
 from proxy.serving.request import NO_READ, OnStart, Request, do_nothing
 from proxy.tasks import Turn
@@ -95,7 +95,7 @@ class UncachedRequest:
             placement = None
             try:
                 is_clear = await self._clear_way(lease)
-                self._before = await self._process.last_tasks()
+                self._before = await last_tasks(self._process)
                 if self._is_one_task:
                     placement = self._process.tasks.start(self._await_placement(lease))
                 # If another tenant's tokens are still in a slot, nothing may be reused.
@@ -190,7 +190,7 @@ class UncachedRequest:
         while self._before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            used = await self._process.begun_since(self._before) or []
+            used = await begun_since(self._process, self._before) or []
             # llama-server may choose a slot whose request has ended but whose lease has not.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
@@ -199,7 +199,7 @@ class UncachedRequest:
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
         """Return the slots in which the request ran; all leased slots if that is not known."""
-        used = None if self._is_placed else await self._process.begun_since(self._before)
+        used = None if self._is_placed else await begun_since(self._process, self._before)
         if used is None:
             return list(lease.held)
         while not set(used) <= set(lease.held):  # noqa: ASYNC110 - they join when their leases end

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.json import encode
 
-from proxy.core.messages import CONVERSATIONS, Route
+from proxy.core.messages import CONVERSATIONS, Route, is_system
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
 from proxy.stabilize.model import (
@@ -53,6 +53,14 @@ OF_REQUESTS: dict[Name, OfRequest] = {
     Name.INLINE_REASONING: drops.inline_reasoning,
 }
 """The stabilizers that are applied next, to the request as a whole, in this order."""
+_OF_BEGINNINGS = (
+    Name.DROP_CACHE_CONTROL,
+    Name.DROP_BILLING_HEADER,
+    Name.HOIST_SYSTEM_MESSAGE,
+    Name.FOLD_SYSTEM_MESSAGES,
+    Name.KEEP_TOOL_ORDER,
+)
+"""Those that read only system messages and the fields beside the messages."""
 _ROUTES: dict[Name, Collection[Route]] = {
     Name.DROP_CACHE_CONTROL: (Route.MESSAGES, Route.CHAT),
     Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
@@ -72,10 +80,13 @@ class Seen(NamedTuple):
     """The messages of a request as received, and the changes of single messages by index, ascending.
 
     Later requests of the conversation repeat these messages, so that only new ones are looked at.
+    `beginning` are the facts and the other fields of the body, if the stabilizers of beginnings had nothing
+    to change.
     """
 
     messages: list[Json] = []
     changes: dict[int, Change] = {}
+    beginning: tuple[RequestFacts, Json] | None = None
 
 
 NOTHING_SEEN = Seen()
@@ -125,7 +136,31 @@ def stabilize(
         made = (changes[i][0] if i in changes else same for i, same in enumerate(kept))
         draft.messages = [message for group in made for message in group]
     changed_by = {name for change in changes.values() for name in change[1]}
-    for name in filter(names.__contains__, OF_REQUESTS):
+    beginning: tuple[RequestFacts, Json] | None
+    beginning = facts, {key: body[key] for key in body if key != draft.list_name}
+    only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
+    of_requests = [name for name in OF_REQUESTS if name in names]
+    if only_adds and beginning == seen.beginning:
+        of_requests = [name for name in of_requests if name not in _OF_BEGINNINGS]
+    changed_of_requests = _change_request(draft, of_requests, result)
+    if not changed_of_requests.isdisjoint(_OF_BEGINNINGS):
+        beginning = None
+    changed_by |= changed_of_requests
+    # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
+    # sticky_session leaves the name of the session out of that description again.
+    if changed_by and draft.body == body and encode(draft.body) == encode(body):
+        draft.body, changed_by = body, set()
+    result.body, result.lessons = draft.body, draft.lessons
+    result.changed_by = tuple(name for name in names if name in changed_by)
+    if not result.failures:
+        result.seen = Seen(messages, changes, beginning)
+    return result
+
+
+def _change_request(draft: Draft, names: list[Name], result: Stabilized) -> set[Name]:
+    """Apply stabilizers of requests; return those that changed it, and note failures in *result*."""
+    changed_by = set[Name]()
+    for name in names:
         before, lessons = draft.body, dict(draft.lessons)
         try:
             OF_REQUESTS[name](draft)
@@ -134,15 +169,7 @@ def stabilize(
             result.failures[name] = why_failed(error)
         if draft.body is not before:
             changed_by.add(name)
-    # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
-    # sticky_session leaves the name of the session out of that description again.
-    if changed_by and draft.body == body and encode(draft.body) == encode(body):
-        draft.body, changed_by = body, set()
-    result.body, result.lessons = draft.body, draft.lessons
-    result.changed_by = tuple(name for name in names if name in changed_by)
-    if not result.failures:
-        result.seen = Seen(messages, changes)
-    return result
+    return changed_by
 
 
 def _change_of(

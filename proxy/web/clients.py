@@ -1,7 +1,6 @@
 """The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +10,15 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report
+from proxy.explain.views import client_name
 from proxy.llama.bodies import parse_body
+from proxy.llama.client import Body
+from proxy.llama.connection import end_to_end
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, tenant_of
-from proxy.web.relay import Body, Exchange, end_to_end
+from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20
@@ -27,64 +29,16 @@ IDLE_SECONDS = 75.0
 """How long a connection may be without a whole head of a request; llama-server closes it after 5 s."""
 BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
-HALF_CLOSED_SECONDS = 0.25
-"""How long a client that has closed its sending side may wait for its answer. Such clients are rare. One
-that hangs up looks the same until something is written to it, and llama-server works on meanwhile."""
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
 """The session headers of Claude Code, OpenCode and codex, and that of an agent within a session."""
-_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
-    "QwenCode": "Qwen Code"
-}
-_N_CLIENT = 40
 
 
 def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
     """Return those headers that carry an API key."""
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
-
-
-def client_name(user_agent: str) -> str:
-    """Return what people call the client that sends this User-Agent header, with its version."""
-    library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
-    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
-    if user_agent.startswith("Mozilla/"):
-        return "a browser"
-    if library:
-        return f"{library[1].replace('/', ' ')} {library[2]}"[:_N_CLIENT]
-    if product:
-        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
-    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]
-
-
-class Connection(asyncio.Protocol):
-    """A client's connection, which stays open for a while after the client has closed its sending side.
-
-    aiohttp's own protocol would close the connection at once, and the client would get no answer.
-    """
-
-    def __init__(self, protocol: asyncio.Protocol) -> None:
-        self._protocol = protocol
-        self._closing: asyncio.TimerHandle | None = None
-        self.data_received = protocol.data_received  # type: ignore[method-assign]
-        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._protocol.connection_made(transport)
-
-    def eof_received(self) -> bool:
-        loop = asyncio.get_running_loop()
-        self._closing = loop.call_later(HALF_CLOSED_SECONDS, self._transport.close)
-        return True
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        self._protocol.connection_lost(error)
 
 
 @dataclass
@@ -173,7 +127,7 @@ class Front:
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
-            has_token=lambda: exchange.has_token,
+            answering=exchange.answering,
             model=model,
         )
         exchange.tell = partial(self.report.told, request)

@@ -16,6 +16,7 @@ from proxy.core.messages import Route, object_in
 from proxy.errors import ProxyError
 from proxy.explain.report import Told
 from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage, empty_answer
+from proxy.llama.connection import Reply
 from proxy.llama.routes import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
@@ -141,7 +142,7 @@ class StreamEdit:
 
 
 def edits_of(
-    path: str, answer: aiohttp.ClientResponse, n_found: int | None, told: Told
+    path: str, answer: Reply | aiohttp.ClientResponse, n_found: int | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
     """Return the edit of an answer to a request of *path*: of a stream, or of the whole answer.
 

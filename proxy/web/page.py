@@ -159,7 +159,7 @@ class LivePage:
         process = next((p for p in self._pool.processes if p.where == request.server), None)
         if request.answer is not None:
             return "ends"
-        if request.has_token():
+        if request.answering.is_set():
             return "answers"
         if process is None:
             return "waits for llama-server"

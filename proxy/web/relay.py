@@ -1,54 +1,40 @@
 """Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
 
 import asyncio
-import io
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import aiohttp
 from aiohttp import web
-from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
-from proxy.llama.client import Heard, LlamaServer, Target, reason_of
+from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
+from proxy.llama.connection import CannotConnect, Reply, Tap, end_to_end
 from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
-Body = bytes | AsyncIterable[bytes] | None
-
-_HOP_BY_HOP = frozenset(
-    "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
-    "transfer-encoding upgrade".split()
-)
+_EVENTS = "text/event-stream"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
-_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-
-
-def end_to_end(
-    headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
-) -> CIMultiDict[str]:
-    """Return the headers that a proxy passes on."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    dropped = _HOP_BY_HOP | without | named
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
+_NOT_CONNECTED = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `path` is the client's, as a llama-server would see it. `tell` returns the header and the diagnostics
-    that go with the answer to a generation. `is_answered` says that llama-server's answer, or its error,
-    has come to its end. `_answer` is the answer that is relayed now, `_reader` reads it.
+    that go with the answer to a generation. `answering` is set when the first token comes. `is_answered`
+    says that llama-server's answer, or its error, has come to its end. `_answer` is the answer that is
+    relayed now, `_reader` reads it.
     """
 
-    _answer: aiohttp.ClientResponse
+    _answer: Reply | aiohttp.ClientResponse
     _heard: Heard
     _reader: AnswerReader
 
@@ -61,12 +47,12 @@ class Exchange:
         self._told = NOTHING_TOLD
         self.is_answered = False
         self._has_begun = False
-        self.has_token = False
+        self.answering = asyncio.Event()
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
         """Give up the answer if no token of it has come yet; `send` then raises ServerAway."""
-        if not self.has_token:
+        if not self.answering.is_set():
             self._heard.cut()
 
     async def send(
@@ -87,18 +73,12 @@ class Exchange:
         client = self.client
         try:
             async with upstream.waiting():
-                answer = await upstream.session.request(
-                    client.method,
-                    upstream.url(client.raw_path),
-                    # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
-                    data=io.BytesIO(body) if isinstance(body, bytes) else body,
-                    headers=headers or end_to_end(client.headers, without=_REBUILT),
-                    allow_redirects=False,
-                )
+                headers = headers or end_to_end(client.headers, without=_REBUILT)
+                answer = await upstream.forward(client.method, client.raw_path, headers, body)
             async with answer:
-                if _is_stream(answer):
+                if _is_of_type(answer, _EVENTS):
                     on_start()
-                elif upstream.target.host == "router" and answer.content_type == "text/plain":
+                elif upstream.target.host == "router" and _is_of_type(answer, "text/plain"):
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
@@ -126,14 +106,14 @@ class Exchange:
         answer = self._answer
         await self.writer.stop_keeping()
         waiting = self.writer.response
-        if waiting is not None and not (answer.status == 200 and _is_stream(answer)):
+        if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)
         self._told = self.tell() if answer.status == 200 else NOTHING_TOLD
         lines, whole = edits_of(self.path, answer, n_found, self._told)
         edited: tuple[bytes, bytes] | None = None
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
-        if whole or (is_plain and 0 < (answer.content_length or 0) <= PIECE_BYTES):
+        if whole or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
             body = await answer.read()
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
@@ -158,7 +138,7 @@ class Exchange:
             else:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
                 self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
-            if self.route is not None and _is_stream(answer) and not reader.is_complete:
+            if self.route is not None and _is_of_type(answer, _EVENTS) and not reader.is_complete:
                 # llama-swap ends a stream that broke off as if it were whole.
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
@@ -201,24 +181,36 @@ class Exchange:
                 passed.set_exception(error)
 
         writer.on_room = advance
-        transport = answer.connection.transport if answer.connection else None
+        transport = answer.connection.transport if answer.connection is not None else None
         if transport is not None:
-            transport.set_protocol(tap := _Tap(transport.get_protocol(), advance))
+            transport.set_protocol(tap := Tap(transport.get_protocol(), advance))
             tap.protocol.force_close()  # the connection serves no other answer
         advance()
         await passed
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
-        """Read a chunk of the answer, and write *passed_on* to the client in its place."""
+        """Write *passed_on* to the client in place of a chunk of the answer, and read the chunk.
+
+        An id that is to be noted is noted before the client has it; otherwise the client comes first.
+        """
         self._heard.note()
+        if self._told.on_id:
+            self._read(chunk)
+            chunk = b""
+        try:
+            if passed_on:
+                self.writer.write(passed_on)
+        finally:
+            self._read(chunk)
+
+    def _read(self, chunk: bytes) -> None:
         self._reader.feed(chunk)
         if self._told.on_id and (message_id := self._reader.message_id):
             self._told.on_id(message_id)
             self._told = NOTHING_TOLD
         if self._first_token_at is None and self._reader.has_token:
-            self._first_token_at, self.has_token = self._heard.heard_at, True
-        if passed_on:
-            self.writer.write(passed_on)
+            self._first_token_at = self._heard.heard_at
+            self.answering.set()
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
@@ -254,7 +246,7 @@ class Exchange:
         of a stream can wait on in it: then this raises ServerAway.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
-        if not _is_stream(self._answer):
+        if not _is_of_type(self._answer, _EVENTS):
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
@@ -267,27 +259,7 @@ class Exchange:
             raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
 
-class _Tap(asyncio.Protocol):
-    """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
-
-    def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
-        assert isinstance(protocol, ResponseHandler)
-        self.protocol = protocol
-        self._on_change = on_change
-        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
-        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    def data_received(self, data: bytes) -> None:
-        self.protocol.data_received(data)
-        self._on_change()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.protocol.connection_lost(error)
-        self._on_change()
-
-
-async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
+async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:
     """Return what a router says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
@@ -297,5 +269,5 @@ async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
     return ServerAway(message, has_ended=lost == "after")
 
 
-def _is_stream(answer: aiohttp.ClientResponse) -> bool:
-    return answer.headers.get("Content-Type", "").startswith("text/event-stream")
+def _is_of_type(answer: Reply | aiohttp.ClientResponse, content_type: str) -> bool:
+    return answer.headers.get("Content-Type", "").startswith(content_type)

@@ -19,6 +19,9 @@ from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.serving.request import do_nothing
 
+HALF_CLOSED_SECONDS = 0.25
+"""How long a client that has closed its sending side may wait for its answer. Such clients are rare. One
+that hangs up looks the same until something is written to it, and llama-server works on meanwhile."""
 KEEP_SECONDS = 15.0
 """The time before the first comment in a stream that has not begun, and between two comments."""
 COMMENT = b": waiting\n\n"
@@ -39,6 +42,34 @@ while the proxy is stopping."""
 LOOK_SECONDS = 1.0
 PIECE_BYTES = 32 << 10
 """Half of what asyncio lets a transport buffer before a writer has to wait."""
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection, which stays open for a while after the client has closed its sending side.
+
+    aiohttp's own protocol would close the connection at once, and the client would get no answer.
+    """
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self._protocol = protocol
+        self._closing: asyncio.TimerHandle | None = None
+        self.data_received = protocol.data_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._protocol.connection_made(transport)
+
+    def eof_received(self) -> bool:
+        loop = asyncio.get_running_loop()
+        self._closing = loop.call_later(HALF_CLOSED_SECONDS, self._transport.close)
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        self._protocol.connection_lost(error)
 
 
 class Unread:

@@ -18,13 +18,13 @@ from proxy.core.model import Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
-from proxy.explain.judgement import Judgement
+from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry, Journal, Report
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
-from proxy.serving.request import Account, Answer, Request
+from proxy.serving.request import Answer, Request
 
 SPACE = Namespace(b"n" * 16)
 RULE = Rule(RuleKind.RESTORE_POINTS)

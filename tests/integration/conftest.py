@@ -10,7 +10,7 @@ import pytest
 
 from proxy.servers import server as lifecycle
 from proxy.serving import launches as abandoned
-from proxy.web import clients
+from proxy.web import writer
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.rig import Rig
 
@@ -43,7 +43,7 @@ def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 0.03)
     monkeypatch.setattr(lifecycle, "RETURN_WATCH_SECONDS", 0.03)
     monkeypatch.setattr(abandoned, "DISCONNECT_SECONDS", 0.1)
-    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "HALF_CLOSED_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

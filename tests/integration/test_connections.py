@@ -7,8 +7,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from multidict import CIMultiDict
 
-from proxy.llama.client import EventLoop, new_session
+from proxy.llama.client import LlamaServer, Target
+from proxy.llama.connection import CannotConnect, EventLoop, literal_address, new_session
 from tests.lab.waiting import HANG_SECONDS
 
 
@@ -51,17 +53,39 @@ async def peer() -> AsyncIterator[Peer]:
         yield peer
 
 
-async def test_only_a_get_uses_a_connection_again(peer: Peer) -> None:
+async def test_no_connection_is_used_again(peer: Peer) -> None:
     async with new_session() as session:
-        numbers = [await peer.ask(session, m) for m in ("GET", "POST", "POST", "GET")]
-        assert numbers == ["0", "1", "2", "0"]
+        upstream = LlamaServer(session, Target(peer.url.rstrip("/")), None)
+        by_name = upstream.at(Target(peer.url.rstrip("/").replace("127.0.0.1", "localhost")))
+        numbers = []
+        for asked, method in ((upstream, "GET"), (upstream, "POST"), (by_name, "POST")):
+            body = b"{}" if method == "POST" else None
+            async with await asked.forward(method, "/", CIMultiDict(), body) as answer:
+                numbers.append((answer.status, await answer.read()))
+        assert numbers == [(200, b"0"), (200, b"1"), (200, b"2")]
 
 
-async def test_get_on_a_connection_that_was_closed_is_sent_again(peer: Peer) -> None:
+async def test_nothing_was_sent_where_nobody_listens(unused_tcp_port: int) -> None:
     async with new_session() as session:
-        await peer.ask(session, "GET")
-        peer.opened[0].abort()
-        assert await peer.ask(session, "GET") == "1"
+        upstream = LlamaServer(session, Target(f"http://127.0.0.1:{unused_tcp_port}"), None)
+        with pytest.raises(CannotConnect, match=f"cannot connect to 127.0.0.1:{unused_tcp_port}"):
+            await upstream.forward("POST", "/", CIMultiDict(), b"{}")
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("http://127.0.0.1:8080", ""),
+        ("http://10.0.0.1", ""),
+        ("http://[::1]:8080/behind", "/behind"),
+        ("http://localhost:8080", None),
+        ("https://127.0.0.1:8080", None),
+        ("http://user:word@127.0.0.1:8080", None),
+    ],
+)
+def test_address_is_literal_only_without_names(url: str, path: str | None) -> None:
+    address = literal_address(url)
+    assert (address.path if address else None) == path
 
 
 async def test_literal_address_needs_no_thread() -> None:

@@ -15,6 +15,7 @@ from proxy.errors import NotConvertible, UpstreamRefused
 from proxy.llama import client as llama_server
 from proxy.llama.bodies import as_chat_body, parse_body
 from proxy.llama.client import Target
+from proxy.llama.connection import new_session
 from proxy.llama.routes import generation_route
 from proxy.llama.state_file import read_state_file
 from proxy.serving.prompts import PromptReader
@@ -53,7 +54,7 @@ class Server:
     async def _read(self, path: str, raw: bytes, rule: Rule) -> Prompt:
         route, body = generation_route("POST", path), parse_body(raw)
         assert route is not None and body is not None
-        async with llama_server.new_session() as session:
+        async with new_session() as session:
             upstream = llama_server.LlamaServer(session, Target(self.process.base_url), None)
             chat = as_chat_body(route, body)
             reader = PromptReader(upstream)

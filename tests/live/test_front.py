@@ -9,7 +9,7 @@ import pytest
 
 from proxy import app
 from proxy.servers import server
-from proxy.web import clients
+from proxy.web import clients, writer
 from tests.lab.raw_bytes import RawConnection, chat, get, post, status_of
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
@@ -79,7 +79,7 @@ async def test_client_that_sends_no_more_gets_its_answer(rig: Rig, raw: bytes) -
 async def test_client_that_sends_no_more_is_taken_for_gone_after_a_while(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 0.05)
+    monkeypatch.setattr(writer, "HALF_CLOSED_SECONDS", 0.05)
     connection = await RawConnection.open(rig.base_url)
     connection.send(post(CHAT, chat(max_tokens=100000, ignore_eos=True)), is_all=True)
     assert await connection.status() == 0

@@ -7,8 +7,8 @@ import pytest
 from proxy.core.cuts import Stop
 from proxy.core.model import Candidate, SlotId
 from proxy.core.plan import Displacement, Plan, Start
+from proxy.explain.judgement import Account
 from proxy.llama.client import Timings
-from proxy.serving.request import Account
 from tests.unit.builders import checkpoint
 
 RESTORE = Start(SlotId(1), 900, 900, Candidate(checkpoint(900), 900))

@@ -9,8 +9,7 @@ from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start, Why
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.judgement import Judgement, Past, judge, may_be_missed
-from proxy.serving.request import Account
+from proxy.explain.judgement import Account, Judgement, Past, judge, may_be_missed
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.causes": {"proxy.docstrings"},
-    "proxy.explain.judgement": {"proxy.serving.request"},
+    "proxy.explain.judgement": {"proxy.llama.client"},
     "proxy.explain.report": {
         "proxy.errors",
         "proxy.llama",

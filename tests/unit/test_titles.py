@@ -8,7 +8,7 @@ import pytest
 from proxy.core.eviction import title_of
 from proxy.core.model import UNTITLED, Checkpoint, Family, Title
 from proxy.explain.sketch import words_of
-from proxy.web.clients import client_name
+from proxy.explain.views import client_name
 from tests.unit.builders import candidate, checkpoint
 
 
