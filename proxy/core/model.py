@@ -278,6 +278,8 @@ class Conversation:
 
 
 DIGEST_BYTES = 8
+BYTES_PER_TOKEN = 4
+"""Of a message as JSON, roughly."""
 
 
 def count_messages(digests: bytes) -> int:

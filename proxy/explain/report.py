@@ -21,7 +21,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from proxy.core.messages import Route
-from proxy.core.model import Outcome, Prompt, Title
+from proxy.core.model import BYTES_PER_TOKEN, Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
@@ -54,7 +54,6 @@ MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
 LAST, MISS = "last", "miss"
 _N_DIGITS = 8
-_BYTES_PER_TOKEN = 4
 UNANSWERED = "unanswered"
 
 
@@ -174,7 +173,7 @@ class Journal:
         changed = frozenset(sketch.changes(new, old))
         known, explanation = self.prompts.find(old.request_id), self.explain(old.request_id)
         sizes_bytes = sum(old.sketch.sizes) if old.sketch else 0
-        n_known = explanation and explanation.request.n_prompt or sizes_bytes // _BYTES_PER_TOKEN
+        n_known = explanation and explanation.request.n_prompt or sizes_bytes // BYTES_PER_TOKEN
         if known is not None and prompt is not None:
             is_same = known.namespace == prompt.namespace
             n_common = common_prefix_length(known.tokens, prompt.tokens) if is_same else 0

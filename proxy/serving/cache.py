@@ -8,7 +8,7 @@ from functools import partial
 import xxhash
 
 from proxy.core.messages import Route
-from proxy.core.model import Prompt
+from proxy.core.model import BYTES_PER_TOKEN, Prompt
 from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
 from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
@@ -28,7 +28,6 @@ from proxy.tasks import Turn
 
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
-_BYTES_PER_TOKEN = 4
 _MAX_TENANTS = 4096
 """A client may send a new salt with each request. Beyond this number a tenant is not noted: its states are
 lost with the index, because their records name no owner."""
@@ -77,7 +76,7 @@ class Cache:
             return False
         if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
             return False
-        seconds = rates.evaluation_seconds(0, n_bytes // _BYTES_PER_TOKEN)
+        seconds = rates.evaluation_seconds(0, n_bytes // BYTES_PER_TOKEN)
         if rates.is_measured and seconds > _LOOKING_SECONDS:
             return False
         if not self._understand(process, request) or not (conversation := request.conversation):

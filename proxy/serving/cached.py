@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
+from proxy.core.model import BYTES_PER_TOKEN, Candidate, Checkpoint, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import (
@@ -104,31 +104,46 @@ class CachedRequest:
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
-            self._account.queued_seconds = time.monotonic() - joined_at
-            # A state that is restored into a dying process would be blamed for its end.
-            if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
-                if not await process.is_current():
-                    raise replaced()
-                process.has_broken_off = False
-            try:
-                can_reuse = bool(self._extended) or await self._prepare()
-                self._account.prepared_seconds = time.monotonic() - joined_at
-                answer = await self._send(can_reuse=can_reuse)
-            except BaseException as error:
-                is_away = isinstance(error, ServerAway) and not error.has_ended
-                if is_away and self._extended and process.queue.is_closed:
-                    raise replaced() from error  # it was withdrawn
-                slot_id = self._plan.slot_id
-                self._abandon()
-                if await self._may_be_our_fault(slot_id, error):
-                    # The suspects are quarantined now, so the request may be tried again.
-                    ended = "llama-server ended before it answered"
-                    raise ServerAway(ended, was_sent="no", has_ended=True) from error
-                raise
-            if self._extended:
-                self._settle_later(answer)
-            else:
-                self._settle_safely(answer)
+            async with process.launches.evaluation(*self._size(), self._request.answering):
+                self._account.queued_seconds = time.monotonic() - joined_at
+                await self._serve_in_slot(joined_at)
+
+    def _size(self) -> tuple[int, float]:
+        """Return how many tokens will be evaluated, roughly, and how long that takes."""
+        start, n_tokens = self._plan.start, self._prompt.n_tokens
+        if (conversation := self._request.conversation) and self._extended:
+            n_messages = conversation.n_behind(self._extended.conversation)
+            n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
+        rates = self._process.rates
+        seconds = rates.evaluation_seconds(start.n_reused, n_tokens) if rates.is_measured else 0.0
+        return n_tokens - start.n_reused, seconds
+
+    async def _serve_in_slot(self, joined_at: float) -> None:
+        process = self._process
+        # A state that is restored into a dying process would be blamed for its end.
+        if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
+            if not await process.is_current():
+                raise replaced()
+            process.has_broken_off = False
+        try:
+            can_reuse = bool(self._extended) or await self._prepare()
+            self._account.prepared_seconds = time.monotonic() - joined_at
+            answer = await self._send(can_reuse=can_reuse)
+        except BaseException as error:
+            is_away = isinstance(error, ServerAway) and not error.has_ended
+            if is_away and self._extended and process.queue.is_closed:
+                raise replaced() from error  # it was withdrawn
+            slot_id = self._plan.slot_id
+            self._abandon()
+            if await self._may_be_our_fault(slot_id, error):
+                # The suspects are quarantined now, so the request may be tried again.
+                ended = "llama-server ended before it answered"
+                raise ServerAway(ended, was_sent="no", has_ended=True) from error
+            raise
+        if self._extended:
+            self._settle_later(answer)
+        else:
+            self._settle_safely(answer)
 
     # The plan.
 

@@ -1,9 +1,10 @@
-"""Requests wait before they start: for their turn, and for slots of clients that left."""
+"""Requests wait before they start: for a turn, for shorter prompts, and for slots of clients that left."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
@@ -24,6 +25,12 @@ LastTasks = dict[SlotId, int]
 """The id of the last task that each slot ran, which survives the task."""
 
 _START_LOOK_SECONDS = 0.02
+_EVALUATION_LOOK_SECONDS = 0.01
+_BATCH_TOKENS = 512
+"""llama-server's default --ubatch-size: on a GPU fewer tokens take nearly as long as these."""
+_MOST_TIMES = 1.5
+"""How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
+prompt is evaluated."""
 _CLOSING_LOOK_SECONDS = 0.01
 
 
@@ -57,11 +64,26 @@ async def begun_since(process: Process, before: LastTasks | None) -> list[SlotId
     return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
 
 
+@dataclass(slots=True, eq=False)
+class _Evaluation:
+    """One prompt that is evaluated, or waits for that; `ends_at` is None until it begins."""
+
+    n_tokens: int
+    answering: asyncio.Event
+    ends_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        is_late = self.ends_at is not None and time.monotonic() > self.ends_at
+        return is_late or self.answering.is_set()
+
+
 class Launches:
     """Orders the starts of requests in the slots of one llama-server process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._evaluations: list[_Evaluation] = []
         self._table = process.slots
         self._turns = Turns()
 
@@ -112,6 +134,27 @@ class Launches:
         for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
+
+    @asynccontextmanager
+    async def evaluation(
+        self, n_tokens: int, seconds: float, answering: asyncio.Event
+    ) -> AsyncIterator[None]:
+        """Wait for shorter prompts that came before, then let later ones wait for this one.
+
+        llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
+        requests get their first token when both prompts are evaluated. One after the other, the first gets
+        it in half the time, and the second no later.
+        """
+        before = [e for e in self._evaluations if _BATCH_TOKENS - n_tokens < e.n_tokens <= n_tokens]
+        mine = _Evaluation(n_tokens, answering)
+        self._evaluations.append(mine)
+        try:
+            while any(e in self._evaluations and not e.is_over for e in before):  # noqa: ASYNC110
+                await asyncio.sleep(_EVALUATION_LOOK_SECONDS)
+            mine.ends_at = time.monotonic() + _MOST_TIMES * seconds
+            yield
+        finally:
+            self._evaluations.remove(mine)
 
     async def send(
         self,
