@@ -104,6 +104,8 @@ class CachedRequest:
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
+                state = first_save(process, self._prompt, self._plan)
+                self._kept.enter_context(process.queue.announced(state))
             async with process.launches.evaluation(*self._size(), self._request.answering):
                 self._account.queued_seconds = time.monotonic() - joined_at
                 await self._serve_in_slot(joined_at)
@@ -229,8 +231,7 @@ class CachedRequest:
         A request that extends its slot's content needs no preparation.
         """
         await self._process.launches.clear_others()
-        with self._process.queue.announced(first_save(self._process, self._prompt, self._plan)):
-            can_reuse = await self._fill_slot()
+        can_reuse = await self._fill_slot()
         self._kept.close()
         return can_reuse
 

@@ -26,7 +26,9 @@ LastTasks = dict[SlotId, int]
 
 _START_LOOK_SECONDS = 0.02
 _EVALUATION_LOOK_SECONDS = 0.01
-_BATCH_TOKENS = 512
+_BATCH_TOKENS = 2048
+"""llama-server's default --batch-size: as many tokens of all prompts are evaluated at once."""
+_UBATCH_TOKENS = 512
 """llama-server's default --ubatch-size: on a GPU fewer tokens take nearly as long as these."""
 _MOST_TIMES = 1.5
 """How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
@@ -145,7 +147,9 @@ class Launches:
         requests get their first token when both prompts are evaluated. One after the other, the first gets
         it in half the time, and the second no later.
         """
-        before = [e for e in self._evaluations if _BATCH_TOKENS - n_tokens < e.n_tokens <= n_tokens]
+        others = () if self._process.clears_idle_slots else self._evaluations
+        most = max(n_tokens, _BATCH_TOKENS - n_tokens)
+        before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
         mine = _Evaluation(n_tokens, answering)
         self._evaluations.append(mine)
         try:

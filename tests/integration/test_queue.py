@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.rates import Rates
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
@@ -123,6 +124,50 @@ async def test_request_waiting_for_its_own_slot_reuses_it(start_rig: StartRig) -
         gate.open()
         assert (await first).n_reused == 0
         assert (await second).n_reused == 308
+
+
+async def begin_two_prompts(rig: Rig, evaluation_seconds: float) -> tuple[Any, list[Any]]:
+    """Have one prompt evaluated until the gate is opened, and another one wait for it, or not."""
+    process = await rig.attached()
+    process.rates = Rates().after_evaluation(0, 3000, evaluation_seconds)
+    gate = rig.server.hold("generate", n_calls=1)
+    first = asyncio.ensure_future(rig.chat(question("first", 3000)))
+    await gate.reached()
+    second = asyncio.ensure_future(rig.chat(question("second", 3000)))
+    await until(lambda: rig.n_occupied() == 2)
+    return gate, [first, second]
+
+
+async def test_prompts_are_evaluated_one_after_the_other_but_a_short_one_at_once(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=3) as rig:
+        gate, asked = await begin_two_prompts(rig, evaluation_seconds=3000)
+        await rig.chat("short")
+        assert served(rig) == ["first", "short"]
+        gate.open()
+        await asyncio.gather(*asked)
+        assert served(rig) == ["first", "short", "second"]
+
+
+async def test_prompt_that_takes_longer_than_predicted_holds_up_no_other(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate, (first, second) = await begin_two_prompts(rig, evaluation_seconds=0.003)
+        await second
+        assert served(rig) == ["first", "second"] and not first.done()
+        gate.open()
+        await first
+
+
+async def test_waiting_prompt_goes_on_when_the_one_before_is_abandoned(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate, (first, second) = await begin_two_prompts(rig, evaluation_seconds=3000)
+        await hang_up(first)
+        await second
+        gate.open()
+        assert served(rig) == ["first", "second"]
 
 
 @MESSAGES_FORMS
