@@ -16,6 +16,7 @@ from yarl import URL
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.saving import is_write_back_due
+from proxy.servers import server as lifecycle
 from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
@@ -175,6 +176,13 @@ class Rig:
         await until(lambda: self.process is not None and self.n_occupied() == 0)
         assert self.process is not None
         return self.process
+
+    async def unwatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have llama-server looked at only for a request, or because something went wrong."""
+        server = self.running.server
+        monkeypatch.setattr(lifecycle, "WATCH_SECONDS", HANG_SECONDS)
+        server.poke()
+        await until(lambda: not server._poked.is_set())  # the pause after that look has begun
 
     async def settled(self) -> Process:
         """Wait until the proxy is attached, no slot is leased and all that is to be saved is committed."""
