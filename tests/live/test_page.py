@@ -9,6 +9,7 @@ import msgspec
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -83,6 +84,7 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
     assert await page.run("document.querySelector('.explanation ins').innerText") == "21"
     assert await page.run("document.querySelectorAll('img, main script').length") == 0
     await kind_and_costs_are_told(rig, page)
+    await rig.settled()  # what is saved later changes the map
 
 
 async def kind_and_costs_are_told(rig: Rig, page: Page) -> None:
@@ -157,8 +159,9 @@ async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -
     # A quick hand: the dialog of the first answer has not said yet that it closed.
     asks = button.format("Delete …") + ".click()"
     await page.run(f"{asks}; {answer.format('no')}; {asks}; {answer.format('yes')}")
+    store = rig.running.store
+    await until(lambda: len(store) < n_before)
     await page.until("!document.querySelector('#map .pinned')")
-    assert len(rig.running.store) < n_before
     assert page.complaints == []
 
 
@@ -172,7 +175,7 @@ async def energy_is_counted_with_the_watts_that_are_given(page: Page) -> None:
 async def requests_in_flight_are_shown_first(rig: Rig, page: Page) -> None:
     running = [
         asyncio.ensure_future(
-            rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=1500, ignore_eos=True)
+            rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=20_000, ignore_eos=True)
         )
         for day in range(1, 4)
     ]
