@@ -21,6 +21,7 @@ from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 from tests.lab.running import Running, run_proxy
+from tests.lab.samples import n_faults, sample
 from tests.lab.waiting import HANG_SECONDS, until
 
 CHAT = "/v1/chat/completions"
@@ -251,8 +252,10 @@ class Rig:
 
     def sample(self, name: str, **labels: str) -> float:
         self.running.metrics.set_gauges()
-        value = self.running.metrics.registry.get_sample_value
-        return value(f"llama_prefix_cache_{name}", labels) or 0.0
+        return sample(self.running.metrics, name, **labels)
+
+    def n_faults(self) -> float:
+        return n_faults(self.running.metrics)
 
     def requests_seen(self) -> list[Seen]:
         """Return the clients' own generations, as llama-server saw them."""

@@ -36,6 +36,7 @@ from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
 from tests.lab.patience import wait_for_shared_store
+from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
@@ -84,8 +85,7 @@ class Machine:
         return await self.tier.downloads.fetch(found.checkpoint, seconds)
 
     def sample(self, name: str, **labels: str) -> float:
-        found = self.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
-        return found or 0.0
+        return sample(self.metrics, name, **labels)
 
     def fetches(self, result: str) -> float:
         return self.sample("shared_fetches_total", result=result)
