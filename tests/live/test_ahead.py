@@ -60,7 +60,7 @@ async def test_next_message_finds_its_turn_evaluated(start_rig: StartRig, kind: 
         async def is_ahead() -> bool:
             """Whether it is the last that was done."""
             last = (await requests(rig))[0]
-            return last["kind"] == "evaluated ahead" and last["evaluated"] > 5 * SLACK_TOKENS
+            return last["kind"] == "evaluated ahead" and int(last["evaluated"]) > 5 * SLACK_TOKENS
 
         await until(is_ahead)
         before = await rig.evaluated()
