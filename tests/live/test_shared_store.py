@@ -28,7 +28,7 @@ from tests.live.test_commands import command
 
 HEADER = [system(450)]
 QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
-RATES = Rates(tokens=(UnitCost(1e-1, 1.0),) * 5, cold_restore=QUICK, warm_restore=QUICK)
+RATES = Rates(tokens=(UnitCost(1e-2, 1.0),) * 5, cold_restore=QUICK, warm_restore=QUICK)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,6 @@ async def alternate(machines: Machines, **fields: Any) -> None:
     assert len(fetched) >= 3 and {record["chosen"] for record in fetched} == {"restore"}
 
 
-@pytest.mark.usefixtures("_patience")
 async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
     start_machines: StartMachines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +169,7 @@ async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
             await machines.ask(0, first)
         assert lists.count(here.remote.bucket) == n_before
 
+        wait_for_shared_store(monkeypatch)
         await machines.ask(0, second)
         record, ledger = await machines.ask(1, third), Ledger(machines.rigs[0])
         *_, n_new = [await ledger.enter(messages) for messages in (first, second, third)]
