@@ -1,19 +1,22 @@
-"""What all tests share: the event loop, Hypothesis's profiles, folders in memory, and Ctrl-C."""
+"""What all tests share: the event loop, Hypothesis's profiles, folders in memory, logs, and Ctrl-C."""
 
 import gc
 import os
 import shutil
 import signal
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import pytest
+import structlog
 from hypothesis import settings
 
 from proxy.llama.connection import EventLoop
 
-# Few examples by default, many in `make test-long`; no deadline, for machines are busy.
-settings.register_profile("quick", max_examples=25, deadline=None)
+# By default few examples, always the same: others are looked for in `make test-long`, where they are many.
+# No deadline, for machines are busy.
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
 settings.register_profile("long", max_examples=600, deadline=None)
 settings.load_profile("quick")
 
@@ -38,3 +41,10 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], AbstractEventLo
 def pytest_collection_finish() -> None:
     """Leave what was imported out of every later garbage collection; some tests ask for one each."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_its_own() -> Iterator[None]:
+    """Undo what a command sets up in this process: `doctor` logs nothing, and nothing would be captured."""
+    yield
+    structlog.reset_defaults()

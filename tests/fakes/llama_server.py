@@ -149,6 +149,11 @@ class FakeLlamaServer:
         self._gates[place] = Gate(n_calls)
         return self._gates[place]
 
+    @property
+    def held(self) -> frozenset[str]:
+        """The places where calls are stopped now."""
+        return frozenset(self._gates)
+
     def release(self, place: str) -> None:
         self._gates.pop(place).open()
 

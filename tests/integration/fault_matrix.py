@@ -14,7 +14,7 @@ from proxy.core.conditions import DegradationKind as Kind
 from tests.fakes.llama_server import FakeLlamaServer
 
 PATIENCE_SECONDS = 0.3
-"""How long the tests let a helper call take."""
+"""How long the tests wait for a helper call that is not answered."""
 
 Script = Callable[[FakeLlamaServer], object]
 

@@ -16,10 +16,12 @@ from yarl import URL
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.saving import is_write_back_due
+from proxy.servers import server as lifecycle
 from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 from tests.lab.running import Running, run_proxy
+from tests.lab.samples import n_faults, sample
 from tests.lab.waiting import HANG_SECONDS, until
 
 CHAT = "/v1/chat/completions"
@@ -176,6 +178,13 @@ class Rig:
         assert self.process is not None
         return self.process
 
+    async def unwatched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have llama-server looked at only for a request, or because something went wrong."""
+        server = self.running.server
+        monkeypatch.setattr(lifecycle, "WATCH_SECONDS", HANG_SECONDS)
+        server.poke()
+        await until(lambda: not server._poked.is_set())  # the pause after that look has begun
+
     async def settled(self) -> Process:
         """Wait until the proxy is attached, no slot is leased and all that is to be saved is committed."""
         await until(self._is_settled)
@@ -243,8 +252,10 @@ class Rig:
 
     def sample(self, name: str, **labels: str) -> float:
         self.running.metrics.set_gauges()
-        value = self.running.metrics.registry.get_sample_value
-        return value(f"llama_prefix_cache_{name}", labels) or 0.0
+        return sample(self.running.metrics, name, **labels)
+
+    def n_faults(self) -> float:
+        return n_faults(self.running.metrics)
 
     def requests_seen(self) -> list[Seen]:
         """Return the clients' own generations, as llama-server saw them."""

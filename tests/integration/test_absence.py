@@ -1,6 +1,7 @@
 """llama-server is away for a while: requests of which nothing was sent wait for it, within limits."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -70,8 +71,7 @@ async def test_request_that_could_not_be_sent_waits_too(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, **KEYS) as rig:
-        monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 60.0)
-        await asyncio.sleep(0.1)
+        await rig.unwatched(monkeypatch)
         gate = rig.server.hold("erase", n_calls=1)
         await rig.chat("alice", key="alice")
         asked = asyncio.ensure_future(rig.chat("bob", key="bob"))  # after the slot is erased
@@ -100,13 +100,16 @@ async def test_client_that_leaves_frees_its_place(start_rig: StartRig) -> None:
 
 
 async def test_long_absence_fails_requests_at_once(start_rig: StartRig) -> None:
-    async with start_rig(upstream_wait_seconds=0.3) as rig:
+    async with start_rig(upstream_wait_seconds=HANG_SECONDS) as rig:
         await rig.server.crash()
+        server = rig.running.server
+        await until(lambda: server._unreachable_since is not None)
+        server._unreachable_since = time.monotonic() - HANG_SECONDS
         first = await ask(rig, "a")
         assert (first.status, first.headers["Retry-After"]) == (503, "2")
         later = ask(rig, "b", "/v1/messages")
         await until(later.done)
-        assert (later.result().status, rig.running.server.n_waiting) == (503, 0)
+        assert (later.result().status, server.n_waiting) == (503, 0)
         error = later.result().content["error"]
         assert error["message"] == "llama-prefix-cache: llama-server cannot be reached"
         await rig.server.restart()
@@ -127,6 +130,7 @@ async def test_loading_counts_anew_for_each_request(start_rig: StartRig) -> None
         assert (await ask(rig, "a")).status == 503
         later = ask(rig, "b")
         await waiting(rig, 1)
+        rig.running.server._patience_seconds = HANG_SECONDS
         rig.server.faults.is_loading = False
         assert (await later).status == 200
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -179,15 +180,19 @@ async def test_client_that_reads_slowly_is_not_disconnected(
 ) -> None:
     """The kernel takes nothing new for longer than that while it still has megabytes to send.
 
-    It lets the server know of what was read only once that is some 90 KiB.
+    It lets the server know of what was read only once that is some 90 KiB. The clock is the test's own:
+    a busy machine may stand still between two reads.
     """
+    now = 0.0
+    monkeypatch.setattr(client_writer, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(client_writer, "STALLED_SECONDS", 1.0)
     data = bytes(8 * MIB)
     async with server.answering(lambda writer: server.write(writer, data)):
         with RawClient(server.base_url, "/", {}) as client:
             for _ in range(30):
                 await client.read(96 * KIB)
-                await asyncio.sleep(0.1)
+                now += 0.3
+                await asyncio.sleep(0.05)
             assert await client.read_to_end() == data
         assert server.n_stalled == 0
 

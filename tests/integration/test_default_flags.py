@@ -170,10 +170,10 @@ async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start
         assert rig.running.store is not None
         go_on = hold_writer(rig.running.store)
         gate.open()
-        asked = []
-        for name in "ba":
-            asked.append(rig.begin_chat(name))
-            await asyncio.sleep(0.2)
+        asked = [rig.begin_chat("b")]
+        await until(lambda: rig.process and all(slot.is_leased for slot in rig.process.slots))
+        asked.append(rig.begin_chat("a"))
+        await until(lambda: rig.running.server.n_queued == 1)
         go_on.set()
         assert [(await each).n_reused for each in asked] == [0, 308]
 

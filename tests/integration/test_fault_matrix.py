@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from proxy.llama.client import LlamaServer
 from tests.fakes.faults import Faults
+from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.conftest import StartRig
 from tests.integration.fault_matrix import PATIENCE_SECONDS, ROWS, Client, Row
 from tests.integration.rig import CHAT, Reply, Rig, question
@@ -19,21 +20,25 @@ from tests.lab.waiting import until
 FIRST, SECOND, THIRD = question("a"), question("b"), question("c")
 
 
-@pytest.fixture(autouse=True)
-def _short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for a helper call as long as a large state on a slow disk may need."""
+def be_short_of_patience(monkeypatch: pytest.MonkeyPatch, server: FakeLlamaServer) -> None:
+    """Do not wait for a helper call that is held as long as a large state on a slow disk may need."""
     read = LlamaServer._read
 
-    async def impatient(*call: Any, seconds: float | None, **options: Any) -> Any:
-        return await read(*call, seconds=seconds and PATIENCE_SECONDS, **options)
+    async def impatient(
+        upstream: Any, method: str, path: str, *call: Any, seconds: float | None, **options: Any
+    ) -> Any:
+        is_held = any(place in path for place in server.held)
+        patience_seconds = PATIENCE_SECONDS if seconds and is_held else seconds
+        return await read(upstream, method, path, *call, seconds=patience_seconds, **options)
 
     monkeypatch.setattr(LlamaServer, "_read", impatient)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-async def test_fault(start_rig: StartRig, row: Row) -> None:
+async def test_fault(start_rig: StartRig, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the slot holds is saved when another request takes the slot.
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        be_short_of_patience(monkeypatch, rig.server)
         answers = [await _asked(rig, messages) for messages in (FIRST, SECOND)]
         row.script(rig.server)
         with capture_logs() as logs:

@@ -45,7 +45,7 @@ async def n_evaluated_for(rig: Rig, messages: Messages, key: str) -> int:
 async def begin_stream(
     rig: Rig, messages: list[dict[str, Any]], key: str
 ) -> "asyncio.Future[Reply]":
-    """Begin a slow answer and return once it is known to run."""
+    """Begin an answer and return once it is known to run; held at "chunk", it goes on until let on."""
     body = {"messages": messages, "stream": True, "max_tokens": 10}
     streaming = asyncio.ensure_future(rig.post(CHAT, body, key=key))
     await until(
@@ -87,12 +87,14 @@ async def test_slot_that_joins_unseen_is_not_taken_for_ones_own(start_rig: Start
     """Without /slots every slot may have been the one."""
     async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
         rig.server.faults.refuse["slots"] = 501
-        rig.server.faults.chunk_seconds = 0.02
+        rig.server.hold("chunk")
         streaming = await begin_stream(rig, question("same"), "")
         gate = rig.server.hold("generate", n_calls=1)
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(with_image(question("other")))))
         await gate.reached()
+        rig.server.release("chunk")
         await streaming
+        await until(lambda: rig.sample("requests_total", outcome="miss") == 1)  # its slot is free
         process = rig.process
         assert process is not None
         await until(lambda: rig.n_occupied() == 2)
@@ -133,13 +135,14 @@ async def test_equal_prompts_at_once_are_placed_one_after_the_other(
 async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: StartRig) -> None:
     """The first answer ends between the proxy's last look and llama-server's choice."""
     async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
-        rig.server.faults.chunk_seconds = 0.02
+        rig.server.hold("chunk")
         same = question("same")
         streaming = await begin_stream(rig, same, "")
         gate = rig.server.hold("generate", n_calls=1)
         looked = rig.server.hold("slots", n_calls=1)
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(same)))
         await looked.reached()
+        rig.server.release("chunk")
         assert (await streaming).status == 200
         await until(lambda: rig.n_occupied() == 1)
         looked.open()
@@ -165,13 +168,14 @@ async def test_request_that_lands_in_a_slot_whose_prompt_is_still_read_goes_on_t
     async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
         answer = (await rig.chat("same")).content["choices"][0]["message"]
         same = [*question("same"), answer, {"role": "user", "content": "go on"}]
-        rig.server.faults.chunk_seconds = 0.02
+        rig.server.hold("chunk")
         read = rig.server.hold("apply-template", n_calls=1)
         streaming = await begin_stream(rig, same, "")
         await read.reached()
         looked = rig.server.hold("slots", n_calls=1)
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(same)))
         await looked.reached()
+        rig.server.release("chunk")
         assert (await streaming).status == 200
         looked.open()
         await until(lambda: rig.server.seen_at("generate")[-1].path == MESSAGES)

@@ -71,12 +71,14 @@ async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
         await there.reached()
         waiting = rig.begin_chat("c")
         await until(lambda: rig.running.pool.n_waiting == 1)
-        n_before = served_by(rig.server), served_by(second)
         queue_is_here = rig.running.pool.servers[0].n_queued == 1
-        (there if queue_is_here else here).open()
+        gate, free, busy = (
+            (there, second, rig.server) if queue_is_here else (here, rig.server, second)
+        )
+        n_before = served_by(free), served_by(busy)
+        gate.open()
         assert (await waiting).status == 200
-        n_after = served_by(rig.server), served_by(second)
-        assert n_after == (n_before[0], n_before[1] + 1) if queue_is_here else n_before[1:]
+        assert (served_by(free), served_by(busy)) == (n_before[0] + 1, n_before[1])
         here.open()
         there.open()
         await asyncio.gather(*running)

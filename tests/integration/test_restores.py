@@ -94,11 +94,12 @@ async def test_restore_that_never_answers_degrades(
 ) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
-        monkeypatch.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
         gate = rig.server.hold("restore")
-        asked = rig.begin_chat("a")
-        await gate.reached()
-        await until(lambda: rig.sample("restores_total", result="refused"))
+        with monkeypatch.context() as impatient:
+            impatient.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
+            asked = rig.begin_chat("a")
+            await gate.reached()
+            await until(lambda: rig.sample("restores_total", result="refused"))
         rig.server.release("restore")
         assert (await asked).status == 200
         assert rig.sample("requests_total", outcome="degraded") == 1

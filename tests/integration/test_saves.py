@@ -14,7 +14,7 @@ from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
 from tests.lab.run import slots_in
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 FAULTY_SAVES: dict[str, Callable[[Faults], Any]] = {
     "disk full": lambda faults: faults.refuse.update(save=500),
@@ -94,11 +94,12 @@ async def test_file_with_other_tokens_is_counted_as_drift(start_rig: StartRig) -
 
 
 async def test_cleared_idle_slot_is_noticed_and_named(start_rig: StartRig) -> None:
-    async with start_rig(idle_save_seconds=0.3) as rig:
+    async with start_rig(idle_save_seconds=HANG_SECONDS) as rig:
         rig.server.faults.clears_idle_slots = True
         with capture_logs() as logs:
             await rig.chat("a")
             await rig.chat("b")
+            await rig.running.pool.drain(HANG_SECONDS)
             await saves_failed(rig)
             await rig.settled()
         begun = [line for line in logs if line["event"] == "degradation"]
@@ -131,7 +132,7 @@ async def test_request_that_waits_for_a_hanging_save_keeps_nobody_else_waiting(
         await rig.chat("a")
         await gate.reached()
         again = rig.begin_chat("a", max_tokens=2)
-        await asyncio.sleep(0.05)
+        await rig.waiting(1)
         assert (await rig.chat("b")).n_reused <= 4
         gate.open()
         assert (await again).n_reused > 300
@@ -141,10 +142,11 @@ async def test_save_that_never_answers_is_given_up_and_its_file_swept(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1) as rig:
-        monkeypatch.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
-        rig.server.hold("save")
-        await rig.chat("a")
-        await saves_failed(rig)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
+            rig.server.hold("save")
+            await rig.chat("a")
+            await saves_failed(rig)
         rig.server.release("save")
         assert (await rig.chat("a")).n_reused > 300
         assert rig.checkpoints == []

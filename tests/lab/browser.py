@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from tests.lab.server import REPOSITORY
+from tests.lab.waiting import until
 
 DEFAULT_BROWSER = REPOSITORY / ".lab" / "chromium" / "chromium"
 START_TIMEOUT_SECONDS = 300.0
@@ -58,6 +59,7 @@ class Page:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.complaints: list[str] = []
         self.requested: list[str] = []
+        self._loaded: set[str] = set()
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send one command of the protocol and return its result."""
@@ -88,15 +90,16 @@ class Page:
                 self.complaints.append(json.dumps(event["args"]))
             case "Log.entryAdded" if event["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(json.dumps(event["entry"]))
+            case "Page.lifecycleEvent" if event["name"] == "load":
+                self._loaded.add(event["loaderId"])
             case "Network.requestWillBeSent":
                 self.requested.append(event["request"]["url"])
 
     async def goto(self, url: str) -> None:
         """Open a page and wait until all that its HTML names is loaded."""
-        await self.send("Page.navigate", url=url)
-        await self.until(
-            f"document.readyState === 'complete' && location.href === {json.dumps(url)}"
-        )
+        opened = await self.send("Page.navigate", url=url)
+        # The page before goes on for a moment, and may be the same one.
+        await until(lambda: opened["loaderId"] in self._loaded)
 
     async def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""
@@ -156,6 +159,7 @@ async def open_page() -> AsyncIterator[Page]:
         stack.callback(listening.cancel)
         for domain in ("Page", "Runtime", "Log", "Network"):
             await page.send(f"{domain}.enable")
+        await page.send("Page.setLifecycleEventsEnabled", enabled=True)
         yield page
 
 

@@ -5,8 +5,9 @@ import json
 from contextlib import suppress
 from typing import Any
 
+from tests.lab.waiting import HANG_SECONDS
+
 HOST = b"Host: localhost\r\n"
-_SILENT_SECONDS = 60.0
 
 
 def get(path: bytes, headers: bytes = b"", *, host: bytes = HOST) -> bytes:
@@ -47,7 +48,7 @@ class RawConnection:
     async def status(self) -> int:
         """Return the status of the next answer that is no interim one, 0 if the server closes instead."""
         with suppress(ConnectionError):
-            async with asyncio.timeout(_SILENT_SECONDS):
+            async with asyncio.timeout(HANG_SECONDS):
                 while line := await self._reader.readline():
                     if line.startswith(b"HTTP/") and not line.split()[1].startswith(b"1"):
                         return int(line.split()[1])

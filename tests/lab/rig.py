@@ -13,6 +13,7 @@ from proxy.core.saving import is_write_back_due
 from proxy.settings import Settings
 from tests.lab.older_builds import RewriteStateFile, keep_as_saved, rewriting
 from tests.lab.running import Running, run_proxy
+from tests.lab.samples import n_faults, sample
 from tests.lab.server import LlamaServer, ServerProcess
 from tests.lab.waiting import until
 
@@ -135,8 +136,10 @@ class Rig(Generic[S]):
     def sample(self, name: str, **labels: str) -> float:
         """Return a metric's value, 0 while it has none."""
         self.running.metrics.set_gauges()
-        value = self.running.metrics.registry.get_sample_value
-        return value(f"llama_prefix_cache_{name}", labels) or 0.0
+        return sample(self.running.metrics, name, **labels)
+
+    def n_faults(self) -> float:
+        return n_faults(self.running.metrics)
 
     async def reasons_are(self, *kinds: str) -> None:
         """Wait until /health names exactly these; without any, until all is well."""

@@ -116,7 +116,7 @@ class RunProcess:
     def health(self) -> dict[str, Any]:
         """Return the proxy's own view, or nothing while it does not listen."""
         try:
-            return dict(request(self.admin_url, "GET", "/health", timeout_seconds=10.0)[1])
+            return dict(request(self.admin_url, "GET", "/health")[1])
         except OSError:
             return {}
 

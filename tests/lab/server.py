@@ -30,6 +30,9 @@ STOP_TIMEOUT_SECONDS = 60.0
 POLL_INTERVAL_SECONDS = 0.05
 LOG_TAIL_LINES = 20
 
+_PORTS = [range(first, first + 2400) for first in range(10_000, 31_600, 2400)]
+_given: set[int] = set()
+
 # A fixed context and no RAM cache: every reuse a test sees comes from a slot.
 BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on")
 
@@ -58,11 +61,18 @@ def find_free_port() -> int:
 def find_free_ports(n_ports: int) -> int:
     """Return the first of so many successive ports that nothing listens on.
 
-    They lie below those that the kernel gives away, so that no other server is given one meanwhile.
+    They lie below those that the kernel gives away, in a range that no other worker of pytest-xdist has.
+    None is soon returned again: whoever has it may not have bound it yet.
     """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw-1").removeprefix("gw")
+    own = _PORTS[(int(worker) + 1) % len(_PORTS)]
     while True:
-        first = random.SystemRandom().randrange(10000, 32000)
-        if all(_is_free(port) for port in range(first, first + n_ports)):
+        first = random.SystemRandom().choice(own[: len(own) - n_ports])
+        ports = range(first, first + n_ports)
+        if len(_given) > len(own) // 2:
+            _given.clear()
+        if _given.isdisjoint(ports) and all(map(_is_free, ports)):
+            _given.update(ports)
             return first
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.steady import measure_an_idle_machine
 
 KINDS = ("full", "swa", "recurrent", "hybrid", "hybrid_no_mrope")
 
@@ -28,6 +29,12 @@ ONE_KIND = pytest.mark.parametrize("kind", ["hybrid", *in_long("full", "swa", "r
 """What is the same for all kinds of memory: the one that can do least stands for all."""
 
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(autouse=True)
+def _is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide what pays as on an idle machine."""
+    measure_an_idle_machine(monkeypatch)
 
 
 @pytest.fixture

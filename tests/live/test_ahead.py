@@ -10,7 +10,7 @@ from proxy.servers import ahead
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools, user
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.conftest import ONE_KIND, StartRig
 
 THINKING = ("--chat-template-file", str(TEMPLATE_FOLDER / "thinking.jinja"))
@@ -43,9 +43,13 @@ async def work(rig: Rig) -> list[Any]:
     return [*messages, {"role": "assistant", "content": said}]
 
 
-async def records(rig: Rig) -> list[dict[str, Any]]:
+async def requests(rig: Rig) -> list[dict[str, Any]]:
     async with rig.client.get(rig.admin_url + "/requests") as reply:
-        return [r for r in (await reply.json())["requests"] if r["kind"] == "evaluated ahead"]
+        return list((await reply.json())["requests"])
+
+
+async def records(rig: Rig) -> list[dict[str, Any]]:
+    return [r for r in await requests(rig) if r["kind"] == "evaluated ahead"]
 
 
 @ONE_KIND
@@ -54,7 +58,9 @@ async def test_next_message_finds_its_turn_evaluated(start_rig: StartRig, kind: 
         messages = await work(rig)
 
         async def is_ahead() -> bool:
-            return any(record["evaluated"] > 5 * SLACK_TOKENS for record in await records(rig))
+            """Whether it is the last that was done."""
+            last = (await requests(rig))[0]
+            return last["kind"] == "evaluated ahead" and int(last["evaluated"]) > 5 * SLACK_TOKENS
 
         await until(is_ahead)
         before = await rig.evaluated()
@@ -87,9 +93,15 @@ async def test_requests_come_first(start_rig: StartRig, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(process, "stop", slow_stop)
         messages = await work(rig)
-        await asyncio.wait_for(begun.wait(), 60)
+        async with asyncio.timeout(HANG_SECONDS):
+            await begun.wait()
+        n_before = len(await records(rig))
         await ask(rig, [system(300), user(5)], "two")
         may_end.set()
-        await until(lambda: records(rig))
+
+        async def is_told() -> bool:
+            return len(await records(rig)) > n_before
+
+        await until(is_told)
         assert (await records(rig))[0]["evaluated"] <= 128
         await ask(rig, [*messages, user(2, 30)])

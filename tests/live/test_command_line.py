@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 from tests.lab.settings import load_settings
-from tests.lab.waiting import wait_until
+from tests.lab.waiting import HANG_SECONDS, wait_until
 
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
 
@@ -53,10 +52,10 @@ def serving(
 
 def get(url: str) -> dict[str, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
+        with urllib.request.urlopen(url, timeout=HANG_SECONDS) as reply:
             content: dict[str, Any] = msgspec.json.decode(reply.read())
             return content
-    except urllib.error.URLError:
+    except OSError:  # it does not listen yet
         return {}
 
 

@@ -14,7 +14,7 @@ from tests.documents.files import DASHBOARD, REPOSITORY
 from tests.lab.conversation import system, tools, user
 from tests.lab.prometheus import Prometheus, promtool
 from tests.lab.rig import Rig
-from tests.lab.waiting import until
+from tests.lab.waiting import until, wait_until
 from tests.live.conftest import StartRig
 
 CONFIG = REPOSITORY / "deploy" / "prometheus" / "prometheus.yml"
@@ -106,10 +106,14 @@ def check_variables_and_annotations(prometheus: Prometheus) -> None:
 
 def check_alerts(prometheus: Prometheus) -> None:
     """All of them can be evaluated, and that for the fault is about to fire."""
-    groups = prometheus.ask("rules")["groups"]
-    assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
-    alerts = prometheus.ask("alerts")["alerts"]
-    assert "LlamaServerDown" in {alert["labels"]["alertname"] for alert in alerts}
+
+    def healths() -> set[str]:
+        groups = prometheus.ask("rules")["groups"]
+        return {rule["health"] for group in groups for rule in group["rules"]}
+
+    wait_until(lambda: "unknown" not in healths())
+    assert healths() == {"ok"}
+    wait_until(lambda: prometheus.instant('ALERTS{alertname="LlamaServerDown"}'))
 
 
 async def test_every_panel_has_data_under_traffic_and_every_alert_can_be_evaluated(
@@ -129,5 +133,4 @@ async def test_every_panel_has_data_under_traffic_and_every_alert_can_be_evaluat
             await until(lambda: asyncio.to_thread(prometheus.instant, FAULT))
             assert await asyncio.to_thread(without_data, prometheus, started_at, served_at) == []
             await asyncio.to_thread(check_variables_and_annotations, prometheus)
-            await until(lambda: asyncio.to_thread(prometheus.instant, "ALERTS"))
             await asyncio.to_thread(check_alerts, prometheus)

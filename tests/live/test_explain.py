@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from proxy.__main__ import main
 from proxy.core.model import Prompt
 from proxy.core.rates import Transfer, UnitCost
+from tests.lab.at_once import sent_at_once
 from tests.lab.conversation import Message, answer, prose, system, tool_call, tool_result, tools
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -143,7 +144,8 @@ async def again(rig: Rig, seed: int) -> str:
 async def fill_slots(rig: Rig, seed: int, n_words: int = 150) -> None:
     """Use all slots for something else, so that what was in them is in files."""
     others = [[system(n_words, seed=500 + seed + i), asked(500 + seed + i)] for i in range(2)]
-    await asyncio.gather(*(rig.chat(messages, max_tokens=64) for messages in others))
+    with sent_at_once(len(others)):
+        await asyncio.gather(*(rig.chat(messages) for messages in others))
     await rig.settled()
 
 
@@ -217,7 +219,7 @@ async def of_slot_in_use(rig: Rig) -> str:
     """Ask the same again while the slot that has it goes on writing an answer."""
     await cause_of(rig, 80)
     body = chat(asked(80), answer(80), asked(81), seed=80)
-    body |= {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body |= {"max_tokens": 20_000, "ignore_eos": True, "stream": True}
     other = chat(asked(80), answer(80), asked(82), seed=80)
     async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as writing:
         await writing.content.readline()
@@ -230,7 +232,8 @@ async def of_no_file(rig: Rig) -> str:
     """Give the slot to others when nothing may be written."""
     await cause_of(rig, 85)
     others = [[system(150, seed=585 + i), asked(585 + i)] for i in range(2)]
-    await asyncio.gather(*(rig.chat(messages, max_tokens=64) for messages in others))
+    with sent_at_once(len(others)):
+        await asyncio.gather(*(rig.chat(messages) for messages in others))
     return await cause_of(rig, 85)
 
 
@@ -302,7 +305,8 @@ async def test_causes_on_a_server_that_saves_nothing_are_named(
         moved = await cause_of_second(rig, first, second, "/v1/chat/completions")
         assert moved == "rendered otherwise"
         await cause_of(rig, 97)
-        await asyncio.gather(*(cause_of(rig, seed) for seed in (98, 99)))
+        with sent_at_once(2):
+            await asyncio.gather(*(cause_of(rig, seed) for seed in (98, 99)))
         assert await cause_of(rig, 97) == "nothing can be restored"
 
 

@@ -12,7 +12,7 @@ from proxy.servers import server
 from proxy.web import clients, writer
 from tests.lab.raw_bytes import RawConnection, chat, get, post, status_of
 from tests.lab.rig import Rig
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.conftest import StartRig
 
 CHAT = b"/v1/chat/completions"
@@ -71,7 +71,10 @@ async def test_odd_request_has_another_answer_only_as_documented(
 
 
 @pytest.mark.parametrize("raw", [get(b"/v1/models"), post(CHAT, chat())], ids=["GET", "chat"])
-async def test_client_that_sends_no_more_gets_its_answer(rig: Rig, raw: bytes) -> None:
+async def test_client_that_sends_no_more_gets_its_answer(
+    rig: Rig, raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", HANG_SECONDS)
     assert await status_of(rig.server.base_url, raw, is_all=True) == 200
     assert await status_of(rig.base_url, raw, is_all=True) == 200
 
@@ -88,10 +91,11 @@ async def test_client_that_sends_no_more_is_taken_for_gone_after_a_while(
 
 
 async def test_requests_that_are_not_read_yet_keep_nobody_out(rig: Rig) -> None:
+    n_before = len(asyncio.all_tasks())
     slow = [await RawConnection.open(rig.base_url) for _ in range(20)]
     for connection in slow:
         connection.send(post(CHAT, chat())[:-1])
-    await until(lambda: len(asyncio.all_tasks()) > len(slow))
+    await until(lambda: len(asyncio.all_tasks()) >= n_before + len(slow))
     assert await status_of(rig.base_url, post(CHAT, chat())) == 200
     slow[0].send(chat()[-1:])
     assert await slow[0].status() == 200

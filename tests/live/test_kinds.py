@@ -52,7 +52,8 @@ async def test_kinds_of_requests_are_told_in_their_records(start_rig: StartRig) 
         messages += [tool_call(1), tool_result(1, 50)]
         assert (await ask(rig, messages))["kind"] == "tool round trip"
         messages += [answer(1), user(2, 50)]
-        left = {"messages": messages, "tools": tools(2), "max_tokens": 500, "stream": True}
+        left = {"messages": messages, "tools": tools(2), "max_tokens": 20_000, "stream": True}
+        left["ignore_eos"] = True
         url = rig.base_url + "/v1/chat/completions"
         async with rig.client.post(url, json=left, headers=SESSION) as reply:
             await reply.content.readany()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,8 +150,7 @@ def test_members_of_a_group_run_together_and_one_ends_when_idle_for_its_ttl(tmp_
         complete(swap, "full")
         complete(swap, HYBRID)
         assert swap.states()["full"] == "ready"
-        while HYBRID in swap.states():
-            time.sleep(0.05)
+        wait_until(lambda: HYBRID not in swap.states())
         assert swap.states() == {"full": "ready"}
 
 

@@ -102,7 +102,7 @@ async def test_text_before_an_image_is_restored_on_every_api(
         said_again, _, n_evaluated = await ask(rig, later, route)
         assert n_evaluated <= n_later - n_first + 2 * SLACK_TOKENS
         assert said == said_again == await alone(rig, later)
-        assert not rig.sample("llama_prefix_cache_drift_total")
+        assert not rig.sample("drift_total")
 
 
 @ONE_KIND

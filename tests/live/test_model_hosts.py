@@ -297,8 +297,10 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
     first, second = agent_requests(1, 1, header=[system(450)])
     model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
     server = LlamaServer(model, directory, n_slots=2, n_ctx=32768)
-    # What llama-swap watches lives on for a while.
-    command = shlex.join(["sh", "-c", f"{shlex.join(server.command())}; sleep 2"])
+    # What llama-swap watches lives on until that is told.
+    is_told = tmp_path / "told"
+    lives_on = f"while [ ! -e {shlex.quote(str(is_told))} ]; do sleep 0.05; done"
+    command = shlex.join(["sh", "-c", f"{shlex.join(server.command())}; {lives_on}"])
     settings = {"full": {"cmd": command, "proxy": server.base_url}}
     host = Swap(tmp_path, {"full": "full"}, settings=settings)
     async with Rig(host, directory) as rig:
@@ -313,6 +315,7 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
         assert await models.refusal("full", CHAT, host.base_url) == (502, "")
         asked = asyncio.ensure_future(models.ask("full", second))
         await rig.reasons_are("llama-server unreachable")
+        is_told.touch()
         await asked
         assert (await models.last_request())["chosen"] == "restore"
         await models.rig.reasons_are()
@@ -415,7 +418,7 @@ async def test_nobody_without_a_key_has_models_swapped(start_models: StartModels
 def _loaded_with_key(host: Host, key: str) -> set[str]:
     path = "/models" if isinstance(host, Router) else "/running"
     sent = urllib.request.Request(host.base_url + path, headers={"Authorization": f"Bearer {key}"})
-    with urllib.request.urlopen(sent, timeout=10) as reply:
+    with urllib.request.urlopen(sent, timeout=HANG_SECONDS) as reply:
         told = json.load(reply)
     if isinstance(host, Router):
         return {m["id"] for m in told["data"] if m["status"]["value"] == "loaded"}

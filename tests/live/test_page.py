@@ -9,11 +9,27 @@ import msgspec
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 MESSAGES = agent_requests(2, 1, header=[system(60)])
 TOOLS = tools(2)
+HELD = """(() => {{
+  const ask = window.fetch, held = new Promise((go) => (window.letGo = go));
+  window.isHandled = false;
+  window.fetch = (path, ...how) => {{
+    if (!path.startsWith("{}")) return ask(path, ...how);
+    window.fetch = ask;
+    return ask(path, ...how).then(async (reply) => {{
+      const content = await reply.json();
+      await held;
+      setTimeout(() => (window.isHandled = true));
+      return {{ ok: reply.ok, status: reply.status, json: () => content }};
+    }});
+  }};
+}})()"""
+"""Has the next answer to a path come only when it is let go."""
 ROWS = "document.querySelectorAll('#requests tbody tr[data-id]')"
 
 
@@ -35,6 +51,7 @@ async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig
         await new_request_appears_and_is_explained(rig, page)
         await misses_and_conversations_are_chosen(page)
         await store_opens_by_keyboard(page)
+        await late_answer_does_not_replace_what_was_chosen_since(page)
         await states_are_pinned_and_deleted_after_a_question(rig, page)
         await energy_is_counted_with_the_watts_that_are_given(page)
         await requests_in_flight_are_shown_first(rig, page)
@@ -83,6 +100,7 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
     assert await page.run("document.querySelector('.explanation ins').innerText") == "21"
     assert await page.run("document.querySelectorAll('img, main script').length") == 0
     await kind_and_costs_are_told(rig, page)
+    await rig.settled()  # what is saved later changes the map
 
 
 async def kind_and_costs_are_told(rig: Rig, page: Page) -> None:
@@ -135,6 +153,27 @@ async def store_opens_by_keyboard(page: Page) -> None:
     assert "tokens" in state and "made" in state
 
 
+async def late_answer_does_not_replace_what_was_chosen_since(page: Page) -> None:
+    n_all = await page.run(f"{ROWS}.length")
+    await page.run(HELD.format("requests?"))
+    await page.run("document.querySelector('.figure.bad').click()")
+    await page.run(f"{ROWS}[0].isOld = true")
+    await page.run("document.querySelector('#which [data-name=all]').click()")
+    await page.until(f"!{ROWS}[0].isOld")
+    await page.run("window.letGo()")
+    await page.until("window.isHandled")
+    assert await page.run(f"{ROWS}.length") == n_all
+    await page.run(HELD.format("checkpoints?"))
+    chosen = await page.run(
+        "[...document.querySelectorAll('.cell')].slice(0, 2).map(c => (c.click(), c.dataset.node))"
+    )
+    shown = "document.querySelector('#states').dataset.node"
+    await page.until(f"{shown} === {chosen[1]!r}")
+    await page.run("window.letGo()")
+    await page.until("window.isHandled")
+    assert await page.run(shown) == chosen[1]
+
+
 async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -> None:
     assert rig.running.store is not None
     await page.run(
@@ -157,8 +196,9 @@ async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -
     # A quick hand: the dialog of the first answer has not said yet that it closed.
     asks = button.format("Delete …") + ".click()"
     await page.run(f"{asks}; {answer.format('no')}; {asks}; {answer.format('yes')}")
+    store = rig.running.store
+    await until(lambda: len(store) < n_before)
     await page.until("!document.querySelector('#map .pinned')")
-    assert len(rig.running.store) < n_before
     assert page.complaints == []
 
 
@@ -172,7 +212,7 @@ async def energy_is_counted_with_the_watts_that_are_given(page: Page) -> None:
 async def requests_in_flight_are_shown_first(rig: Rig, page: Page) -> None:
     running = [
         asyncio.ensure_future(
-            rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=1500, ignore_eos=True)
+            rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=20_000, ignore_eos=True)
         )
         for day in range(1, 4)
     ]

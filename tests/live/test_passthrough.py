@@ -60,13 +60,10 @@ async def test_request_through_proxy_equals_direct_one(
     rig: Rig, method: str, path: str, body: Any
 ) -> None:
     async def ask(base_url: str) -> Any:
-        return await fetch(rig.client, base_url, method, path, body)
+        status, headers, content = await fetch(rig.client, base_url, method, path, body)
+        return status, headers, re.sub(rb'"created":\d+', b'"created":0', content)
 
-    direct, proxied = await ask(rig.server.base_url), await ask(rig.base_url)
-    if proxied != direct:  # some answers tell the time, and a second may have begun between the two
-        direct = await ask(rig.server.base_url)
-        proxied = await ask(rig.base_url)
-    assert proxied == direct
+    assert await ask(rig.base_url) == await ask(rig.server.base_url)
 
 
 async def test_large_upload_reaches_llama_server_whole(rig: Rig) -> None:

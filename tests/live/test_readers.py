@@ -61,7 +61,7 @@ async def test_answer_without_room_gives_its_slot_up_when_nobody_reads(
         with RawClient(rig.base_url, "/completion", long_stream()):
             assert (await rig.chat(QUESTION))["choices"]
             assert rig.sample("stalled_clients_total") == 1
-        assert rig.sample("unanswered_requests_total", reason="client left") == 1
+        await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
 
 
 async def test_stopping_does_not_wait_long_for_who_does_not_read(

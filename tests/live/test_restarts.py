@@ -15,6 +15,7 @@ from tests.live.conftest import StartRig
 
 TOOLS = tools(2)
 CHAT = "/v1/chat/completions"
+ENDLESS = {"max_tokens": 50_000, "ignore_eos": True}
 CANARY_TOKENS = 128
 SLACK_TOKENS = 32
 CONVERSATIONS = [
@@ -33,7 +34,7 @@ async def begin_endless_stream(rig: Rig) -> "asyncio.Task[bytes]":
 
     async def read() -> bytes:
         seen = b""
-        endless = {"messages": CONVERSATIONS[0][0], "stream": True, "max_tokens": 50_000}
+        endless = {"messages": CONVERSATIONS[0][0], "stream": True, **ENDLESS}
         async with rig.client.post(rig.base_url + CHAT, json=endless) as reply:
             async for chunk in reply.content.iter_any():
                 seen += chunk
@@ -179,7 +180,7 @@ async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_
             return any(generation["n_decoded"] > 12 for generation in slot.get("next_token", ()))
 
         # Nothing as short is ever restored: a request with a restored state would be sent again.
-        endless: dict[str, Any] = {"tools": [], "stream": stream, "max_tokens": 50_000}
+        endless: dict[str, Any] = {"tools": [], "stream": stream, **ENDLESS}
         running = [asyncio.ensure_future(ask(messages=[user(n)], **endless)) for n in range(2)]
         await until(lambda: all(map(is_answering, slots_of(rig))))
         waiting = asyncio.ensure_future(ask())

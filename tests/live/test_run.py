@@ -83,7 +83,8 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
     """Under `run` nobody has chosen the directory, llama-server's port or, here, its key."""
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     arguments = (*LLAMA_SERVER_ARGUMENTS, "--api-key", "a-key")
-    run = new_run(has_directory=False, environment=cache, arguments=arguments)
+    options = ("--idle-save-seconds", "0.2")
+    run = new_run(has_directory=False, environment=cache, options=options, arguments=arguments)
 
     def command(*words: str, admin: bool = True) -> "subprocess.CompletedProcess[str]":
         where = {"LLAMA_PREFIX_CACHE_ADMIN": run.admin_url.removeprefix("http://")}

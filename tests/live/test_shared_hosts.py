@@ -15,14 +15,15 @@ from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
 from tests.lab.models import model_path
 from tests.lab.objects import open_bucket
+from tests.lab.patience import wait_for_shared_store
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
 REQUESTS = agent_requests(9, 1, header=[system(300)])
 _QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
-_RATES = Rates(tokens=(UnitCost(1e-2, 1.0),) * 5, cold_restore=_QUICK, warm_restore=_QUICK)
+_RATES = Rates(tokens=(UnitCost(1e-1, 1.0),) * 5, cold_restore=_QUICK, warm_restore=_QUICK)
 """A token is dear, whatever the machine is busy with: fetching always pays."""
 
 
@@ -69,11 +70,17 @@ async def open_pair(
             model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
             log_path = folder / f"{name}.log"
             server = LlamaServer(model, directory, n_slots=1, n_ctx=16384, log_path=log_path)
-            rig = Rig(server, directory, shared_store=told)
+            rig = Rig(server, directory, shared_store=told, drain_seconds=HANG_SECONDS)
             rigs.append(await stack.enter_async_context(rig))
         yield Pair(rigs, link)
 
 
+@pytest.fixture
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_shared_store(monkeypatch)
+
+
+@pytest.mark.usefixtures("_patience")
 @pytest.mark.parametrize(("kind", "bucket"), [("hybrid", JuiceFs), ("full", Rclone)])
 async def test_a_conversation_goes_on_at_the_other_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, bucket: type[Bucket]
@@ -93,6 +100,7 @@ async def test_a_conversation_goes_on_at_the_other_host(
                 assert b"ggsq" not in found[:64] and b"full" not in found
 
 
+@pytest.mark.usefixtures("_patience")
 async def test_a_laptop_that_sleeps_is_missed_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +113,7 @@ async def test_a_laptop_that_sleeps_is_missed_by_nobody(
         assert desktop.sample("shared_fetches_total", result="done") == 1
 
 
+@pytest.mark.usefixtures("_patience")
 async def test_a_state_that_has_made_way_for_a_newer_one_leads_to_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tests.lab.buckets import Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
 from tests.lab.models import model_path
+from tests.lab.patience import wait_for_shared_store
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.waiting import until
@@ -41,7 +42,7 @@ class Machines:
     ) -> dict[str, Any]:
         """Send a request to one machine; return its record, once what it made *is shared*."""
         rig = self.rigs[number]
-        # Whatever the machine is busy with, evaluating a token takes a millisecond here.
+        # Whatever the machine is busy with, evaluating takes longer than fetching.
         rig.running.pool.processes[0].rates = RATES
         await rig.chat(messages, tools=TOOLS, **fields)
         await rig.settled()
@@ -94,6 +95,11 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLi
         yield link
 
 
+@pytest.fixture
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_shared_store(monkeypatch)
+
+
 def sealed_bucket(tmp_path: Path) -> dict[str, str]:
     """Return the setting for the bucket, sealed with a key that is made now."""
     key_file = tmp_path / "key"
@@ -101,6 +107,7 @@ def sealed_bucket(tmp_path: Path) -> dict[str, str]:
     return {"shared_store": f"url = s3://states/prefix, key_file = {key_file}"}
 
 
+@pytest.mark.usefixtures("_patience")
 @ONE_KIND
 async def test_conversation_that_alternates_between_machines_evaluates_only_new_tokens(
     start_machines: StartMachines, tmp_path: Path, kind: str
@@ -113,6 +120,7 @@ async def test_conversation_that_alternates_between_machines_evaluates_only_new_
         assert status == 0 and shares.count(f"{kind}-tiny") == 2, shares
 
 
+@pytest.mark.usefixtures("_patience")
 async def test_conversation_alternates_through_a_sealed_bucket(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink
 ) -> None:
@@ -161,6 +169,7 @@ async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
             await machines.ask(0, first)
         assert lists.count(here.remote.bucket) == n_before
 
+        wait_for_shared_store(monkeypatch)
         await machines.ask(0, second)
         record, ledger = await machines.ask(1, third), Ledger(machines.rigs[0])
         *_, n_new = [await ledger.enter(messages) for messages in (first, second, third)]
@@ -168,6 +177,7 @@ async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
         assert record["evaluated"] <= n_new + SLACK_TOKENS
 
 
+@pytest.mark.usefixtures("_patience")
 async def test_what_was_fetched_for_a_turn_is_not_gone_on_with_behind_its_answer(
     start_machines: StartMachines,
 ) -> None:

@@ -24,6 +24,7 @@ from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
 from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
+from proxy.shared import transfers
 from proxy.shared.bucket import Bucket
 from proxy.shared.remote import Remote
 from proxy.shared.sealing import Sealing
@@ -34,7 +35,9 @@ from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
-from tests.lab.waiting import until
+from tests.lab.patience import wait_for_shared_store
+from tests.lab.samples import sample
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
 
@@ -82,14 +85,18 @@ class Machine:
         return await self.tier.downloads.fetch(found.checkpoint, seconds)
 
     def sample(self, name: str, **labels: str) -> float:
-        found = self.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
-        return found or 0.0
+        return sample(self.metrics, name, **labels)
 
     def fetches(self, result: str) -> float:
         return self.sample("shared_fetches_total", result=result)
 
 
 Start = Callable[..., AbstractAsyncContextManager[Machine]]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_shared_store(monkeypatch)
 
 
 @pytest.fixture
@@ -389,14 +396,18 @@ _UNREADABLE = [Fault.DOWN, Fault.HUNG, Fault.ERROR, Fault.CUT_DOWNLOAD, Fault.ST
 
 @pytest.mark.parametrize("fault", _UNREADABLE)
 async def test_fault_is_named_and_stops_fetches_until_it_is_over(
-    start: Start, link: FaultyLink, fault: Fault
+    start: Start, link: FaultyLink, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Nothing is tried again but by this test.
+    monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS)
     tokens = run_of(3000)
     async with start("a", S3) as a, start("b", S3) as b:
         await a.save(tokens)
         assert await b.find(tokens)
         link.harm(fault, only=".state")
-        assert await b.fetch(tokens) is None
+        with monkeypatch.context() as impatient:
+            impatient.setattr(transfers, "_STALL_SECONDS", 0.25)
+            assert await b.fetch(tokens) is None
         assert b.tier.downloads.is_off
         assert b.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         assert b.sample("shared_faults_total", operation="fetch") == 1
@@ -450,7 +461,7 @@ async def test_slow_link_is_found_out_soon_and_is_no_fault(start: Start, link: F
         await a.save(tokens)
         assert await b.find(tokens)
         link.harm(Fault.SLOW, only=".state")
-        assert await b.fetch(tokens, seconds=1.0) is None
+        assert await b.fetch(tokens, seconds=4.0) is None
         assert b.fetches("late") == 1 and not b.degradations.kinds
 
 

@@ -71,10 +71,12 @@ export class Requests {
   }
 
   async #load() {
-    const { onlyMisses, client, conversation } = this.#chosen;
+    const chosen = this.#chosen;
+    const { onlyMisses, client, conversation } = chosen;
     const limit = conversation ? N_MORE : this.#nShown;
     const query = new URLSearchParams({ limit, misses: onlyMisses, client, conversation });
     const { requests } = await fetchJson(`requests?${query}`);
+    if (chosen !== this.#chosen) return; // others were chosen meanwhile
     this.#records = requests;
     this.#body.replaceChildren(...requests.map((record) => this.#row(record)));
     byId("older").hidden = requests.length < limit;

@@ -7,6 +7,7 @@ const KINDS = { header: "header", "turn start": "start of a turn", branch: "bran
 
 export class States {
   #panel = byId("states");
+  #asked = 0;
   #onChange;
 
   constructor(onChange) {
@@ -15,9 +16,12 @@ export class States {
 
   // Shows the states directly under a node; null shows nothing.
   async show(node, name) {
+    this.#asked += 1;
+    const asked = this.#asked;
     this.#panel.hidden = !node;
     if (!node) return;
     const { checkpoints } = await fetchJson(`checkpoints?under=${encodeURIComponent(node.id)}`);
+    if (asked !== this.#asked) return; // another node was chosen, or the states have changed
     const states = checkpoints.filter((state) => state.parent === node.id).sort((a, b) => a.n_tokens - b.n_tokens);
     this.#panel.dataset.node = node.id;
     this.#panel.replaceChildren(

@@ -1,0 +1,14 @@
+"""What the proxy gives up after fractions of a second, which a busy machine may need for anything."""
+
+import pytest
+
+from proxy.serving import fetching
+from proxy.shared import transfers
+from tests.lab.waiting import HANG_SECONDS
+
+
+def wait_for_shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have requests wait for what the shared store lists and sends; one that hangs holds them up."""
+    monkeypatch.setattr(transfers, "_STALL_SECONDS", HANG_SECONDS)
+    for name in ("_LOOK_SHARE", "_MOST_LOOK_SECONDS"):
+        monkeypatch.setattr(fetching, name, HANG_SECONDS)
