@@ -145,9 +145,10 @@ async def send(
             max_field_size=_MAX_LINE_BYTES,
         )
         target = (address.path + path).partition("#")[0]
+        if method == "POST":
+            headers["Content-Length"] = str(len(body))  # in place of the client's own
         lines = [f"{method} {target} HTTP/1.1", f"Host: {address.name}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines += [f"Content-Length: {len(body)}"] if method == "POST" else []
         lines.append("\r\n")
         transport.writelines(("\r\n".join(lines).encode(errors="surrogateescape"), body))
         head, content = await connection.read()

@@ -65,6 +65,14 @@ async def test_no_connection_is_used_again(peer: Peer) -> None:
         assert numbers == [(200, b"0"), (200, b"1"), (200, b"2")]
 
 
+async def test_post_without_a_body_tells_its_length_once(peer: Peer) -> None:
+    async with new_session() as session:
+        upstream = LlamaServer(session, Target(peer.url.rstrip("/")), None)
+        headers = CIMultiDict({"content-length": "0"})  # as the client sent it
+        async with await upstream.forward("POST", "/", headers, None) as answer:
+            assert answer.status == 200
+
+
 async def test_nothing_was_sent_where_nobody_listens(unused_tcp_port: int) -> None:
     async with new_session() as session:
         upstream = LlamaServer(session, Target(f"http://127.0.0.1:{unused_tcp_port}"), None)
