@@ -74,7 +74,7 @@ async def test_odd_request_has_another_answer_only_as_documented(
 async def test_client_that_sends_no_more_gets_its_answer(
     rig: Rig, raw: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(writer, "HALF_CLOSED_SECONDS", HANG_SECONDS)
     assert await status_of(rig.server.base_url, raw, is_all=True) == 200
     assert await status_of(rig.base_url, raw, is_all=True) == 200
 
