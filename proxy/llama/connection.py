@@ -150,7 +150,8 @@ async def send(
         lines = [f"{method} {target} HTTP/1.1", f"Host: {address.name}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         lines.append("\r\n")
-        transport.writelines(("\r\n".join(lines).encode(errors="surrogateescape"), body))
+        # As aiohttp does, leave out bytes that are no UTF-8.
+        transport.writelines(("\r\n".join(lines).encode(errors="ignore"), body))
         head, content = await connection.read()
         while head.code < 200:  # llama-server goes on
             head, content = await connection.read()
