@@ -8,7 +8,7 @@ use.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -63,6 +63,7 @@ class CachedRequest:
     _account: Account
     _inquiry: Inquiry
     _lease: Lease[Plan]
+    _await_evaluation: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
 
     def __init__(
@@ -106,7 +107,10 @@ class CachedRequest:
                 self._note_planned()
                 state = first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
-            async with process.launches.evaluation(*self._size(), self._request.answering):
+            with process.launches.evaluation(*self._size(), self._request.answering) as turn:
+                self._await_evaluation = turn
+                if self._extended:
+                    await turn()
                 self._account.queued_seconds = time.monotonic() - joined_at
                 await self._serve_in_slot(joined_at)
 
@@ -257,6 +261,7 @@ class CachedRequest:
         try:
             if self._plan.start.restored:
                 await self._restore(self._plan.start.restored)
+            await self._await_evaluation()
             await self._make_stops()
         except Exception as fault:
             if await self._has_ended(fault):

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 from proxy.core.model import RuleKind, SlotId
@@ -137,11 +137,11 @@ class Launches:
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
 
-    @asynccontextmanager
-    async def evaluation(
+    @contextmanager
+    def evaluation(
         self, n_tokens: int, seconds: float, answering: asyncio.Event
-    ) -> AsyncIterator[None]:
-        """Wait for shorter prompts that came before, then let later ones wait for this one.
+    ) -> Iterator[Callable[[], Awaitable[None]]]:
+        """Yield what waits for shorter prompts that came before; later prompts wait for this one.
 
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
@@ -152,11 +152,14 @@ class Launches:
         before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
         mine = _Evaluation(n_tokens, answering)
         self._evaluations.append(mine)
-        try:
+
+        async def wait() -> None:
             while any(e in self._evaluations and not e.is_over for e in before):  # noqa: ASYNC110
                 await asyncio.sleep(_EVALUATION_LOOK_SECONDS)
             mine.ends_at = time.monotonic() + _MOST_TIMES * seconds
-            yield
+
+        try:
+            yield wait
         finally:
             self._evaluations.remove(mine)
 
