@@ -141,19 +141,19 @@ class Launches:
     def evaluation(
         self, n_tokens: int, seconds: float, answering: asyncio.Event
     ) -> Iterator[Callable[[], Awaitable[None]]]:
-        """Yield what waits for shorter prompts that came before; later prompts wait for this one.
+        """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
         it in half the time, and the second no later.
         """
-        others = () if self._process.clears_idle_slots else self._evaluations
-        most = max(n_tokens, _BATCH_TOKENS - n_tokens)
-        before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
         mine = _Evaluation(n_tokens, answering)
-        self._evaluations.append(mine)
 
         async def wait() -> None:
+            others = () if self._process.clears_idle_slots else self._evaluations
+            most = max(n_tokens, _BATCH_TOKENS - n_tokens)
+            before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
+            self._evaluations.append(mine)
             while any(e in self._evaluations and not e.is_over for e in before):  # noqa: ASYNC110
                 await asyncio.sleep(_EVALUATION_LOOK_SECONDS)
             mine.ends_at = time.monotonic() + _MOST_TIMES * seconds
@@ -161,7 +161,8 @@ class Launches:
         try:
             yield wait
         finally:
-            self._evaluations.remove(mine)
+            if mine in self._evaluations:
+                self._evaluations.remove(mine)
 
     async def send(
         self,
