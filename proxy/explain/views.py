@@ -354,9 +354,10 @@ class History(msgspec.Struct, kw_only=True):
 
 
 # Requests without their texts, to be given away and replayed, in the format of Mooncake's traces
-# (github.com/kvcache-ai/Mooncake, FAST25-release). A line has a request's time in ms, the lengths of prompt
-# and answer in tokens, and a number for each 512 tokens of the prompt, the last of which may be fewer. Two
-# prompts have the same number if, and only if, they are the same up to the end of that block.
+# (github.com/kvcache-ai/Mooncake, FAST25-release). A line is one request: its time in ms, the lengths of
+# its prompt and answer in tokens, and a number for each block of 512 tokens of the prompt. The last block
+# may be shorter. Two prompts have the same number if, and only if, they are the same up to the end of that
+# block.
 
 TRACED_TOKENS = 512
 

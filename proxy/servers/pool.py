@@ -64,9 +64,8 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
-            is_known = lent is not None or not self._hosts
             lending = self.lent(request.model, request.arrived_at, request.headers)
-            async with nullcontext(lent or list(self._plain)) if is_known else lending as servers:
+            async with lending if lent is None else nullcontext(lent) as servers:
                 if not servers:
                     await request.send(self.roots[0], request.raw)
                     return self._shared.report.not_looked_up(request, "no such model")
