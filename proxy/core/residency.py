@@ -34,7 +34,17 @@ from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
 from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, Unknown, must_be_erased, n_busy, shared_tokens
+from proxy.core.slots import (
+    Content,
+    Empty,
+    Known,
+    Slot,
+    SlotPhase,
+    Unknown,
+    must_be_erased,
+    n_busy,
+    shared_tokens,
+)
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
@@ -255,3 +265,51 @@ def _gains_nothing_elsewhere(
         content.restore_points, content.turn_start
     )
     return size_bytes <= SHORT_MESSAGE_BYTES and not is_only_in_file
+
+
+# The slot for a request whose prompt is not looked up, and the slot to empty for another purpose: the one
+# with the least to lose.
+
+
+def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
+    """Return the free slot for a request whose prompt is not known, or None if there is none.
+
+    First a slot that such a request of the same tenant used before (llama-server reuses what it can),
+    then an empty one, then the one whose loss costs least.
+    """
+    free = [slot for slot in slots if not slot.is_leased]
+    used = [s for s in free if isinstance(s.content, Unknown) and s.content.tenant == namespace]
+    newest = max(used, key=lambda slot: slot.used_at, default=None)
+    return newest or choose_slot_to_empty(free)
+
+
+def choose_slot_for_brief(
+    slots: Iterable[Slot], conversation: Conversation, namespace: Namespace
+) -> Slot | None:
+    """Return the free slot for a chat that is too short to be looked up, or None if each costs something.
+
+    First the slot that holds the chat's beginning, then an empty slot, then that of the oldest brief chat.
+    """
+
+    def order(slot: Slot) -> tuple[bool, bool, float]:
+        content = slot.content
+        goes_on = isinstance(content, Unknown) and conversation.n_behind(content.brief) > 0
+        return not goes_on, not isinstance(content, Empty), slot.used_at
+
+    def costs_nothing(content: Content) -> bool:
+        if isinstance(content, Unknown):
+            return bool(content.brief) and content.tenant == namespace
+        return isinstance(content, Empty)
+
+    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot.content))
+    return min(free, key=order, default=None)
+
+
+def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
+    """Return the free slot whose loss costs least, or None if there is none."""
+
+    def loss(slot: Slot) -> tuple[int, float]:
+        n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
+        return n_unsaved, slot.used_at
+
+    return min((slot for slot in slots if not slot.is_leased), key=loss, default=None)

@@ -16,7 +16,6 @@ from proxy.core.model import (
     UNTITLED,
     Checkpoint,
     CheckpointId,
-    Conversation,
     Prompt,
     Rule,
     RuleKind,
@@ -296,54 +295,6 @@ class SlotTable(list[Slot]):
             slot.sources = ()
 
 
-# The slot for a request whose prompt is not looked up, and the slot to empty for another purpose: the one
-# with the least to lose.
-
-
-def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
-    """Return the free slot for a request whose prompt is not known, or None if there is none.
-
-    First a slot that such a request of the same tenant used before (llama-server reuses what it can),
-    then an empty one, then the one whose loss costs least.
-    """
-    free = [slot for slot in slots if not slot.is_leased]
-    used = [s for s in free if isinstance(s.content, Unknown) and s.content.tenant == namespace]
-    newest = max(used, key=lambda slot: slot.used_at, default=None)
-    return newest or choose_slot_to_empty(free)
-
-
-def choose_slot_for_brief(
-    slots: Iterable[Slot], conversation: Conversation, namespace: Namespace
-) -> Slot | None:
-    """Return the free slot for a chat that is too short to be looked up, or None if each costs something.
-
-    First the slot that holds the chat's beginning, then an empty slot, then that of the oldest brief chat.
-    """
-
-    def order(slot: Slot) -> tuple[bool, bool, float]:
-        content = slot.content
-        goes_on = isinstance(content, Unknown) and conversation.n_behind(content.brief) > 0
-        return not goes_on, not isinstance(content, Empty), slot.used_at
-
-    def costs_nothing(content: Content) -> bool:
-        if isinstance(content, Unknown):
-            return bool(content.brief) and content.tenant == namespace
-        return isinstance(content, Empty)
-
-    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot.content))
-    return min(free, key=order, default=None)
-
-
-def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
-    """Return the free slot whose loss costs least, or None if there is none."""
-
-    def loss(slot: Slot) -> tuple[int, float]:
-        n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
-        return n_unsaved, slot.used_at
-
-    return min((slot for slot in slots if not slot.is_leased), key=loss, default=None)
-
-
 # Contents that must not be reused: other tenants' tokens, and restored states that cannot be cut.
 
 
@@ -395,6 +346,40 @@ def cut_to(content: Known, n_tokens: int) -> Known:
         n_saved=min(content.n_saved, n_tokens),
         saved_points=tuple(p for p in content.saved_points if p <= n_tokens),
         conversation=b"",
+    )
+
+
+def as_restored(
+    checkpoint: Checkpoint, tokens: TokenIds, ancestors: tuple[CheckpointId, ...]
+) -> Known:
+    """Return the content of a slot into which a checkpoint of *tokens* was restored."""
+    n_uncut = 0 if checkpoint.has_every_position else checkpoint.n_tokens
+    return Known(
+        tokens,
+        checkpoint.namespace,
+        restore_points=checkpoint.restore_points,
+        header=checkpoint.header,
+        turn_start=checkpoint.turn_start,
+        marks=checkpoint.marks,
+        n_saved=checkpoint.n_tokens,
+        saved_points=checkpoint.restore_points,
+        origin=Origin(n_uncut, ancestors),
+        n_points_at_most=len(checkpoint.restore_points),
+    )
+
+
+def as_saved(
+    content: Content, namespace: Namespace, tokens: TokenIds, points: tuple[int, ...]
+) -> Known:
+    """Return a slot's content as its file tells; the slot may have more points than the file."""
+    old = content if isinstance(content, Known) else Known(tokens, namespace, origin=content.origin)
+    return replace(
+        old,
+        tokens=tokens,
+        n_tail=0,
+        restore_points=points or old.restore_points,
+        n_saved=len(tokens),
+        n_points_at_most=len(points) or old.n_points_at_most,
     )
 
 

@@ -17,19 +17,18 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from proxy.core.model import Outcome
-from proxy.core.residency import Offer, best_offer, make_offer
+from proxy.core.residency import best_offer
 from proxy.errors import ServerAway, WillBeRefused
 from proxy.servers.addresses import Addresses
 from proxy.servers.ahead import Ahead
 from proxy.servers.fatal import FatalRequests
 from proxy.servers.server import Phase, Server
 from proxy.serving.cache import Cache
-from proxy.serving.planning import situation
+from proxy.serving.planning import offer
 from proxy.serving.process import Process
 from proxy.serving.queue import FreeElsewhere
 from proxy.serving.request import Request
@@ -105,7 +104,7 @@ class Pool(Addresses):
         present = [(server, there) for server in servers if (there := server.process)]
         if len(present) < 2:
             return reader, process
-        server, chosen = present[best_offer([_offer(there, request) for _, there in present])]
+        server, chosen = present[best_offer([offer(there, request) for _, there in present])]
         if chosen is not process:
             chosen.on_way.add(request)
             try:
@@ -231,14 +230,3 @@ class Pool(Addresses):
         refused = (task for task in waits if task.exception() is not None)
         last = next(is_there, None) or next(refused, None) or next(iter(waits))
         return waits[last], last.result()
-
-
-def _offer(process: Process, request: Request) -> Offer:
-    """Return what a llama-server can do for a request now; without a prompt, by how busy it is."""
-    n_waiting, n_ahead = process.n_queued, len(process.on_way)
-    if request.prompt is None:
-        n_used = sum(slot.is_leased for slot in process.slots) + n_waiting + n_ahead
-        return Offer(0.0, 0, n_used / max(1, len(process.slots)))
-    prompt = replace(request.prompt, namespace=process.tenant_namespace(request.tenant))
-    may_start = not process.launches.is_save_coming
-    return make_offer(prompt, situation(process, prompt), n_waiting, n_ahead, may_start=may_start)

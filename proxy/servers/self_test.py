@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import FULL_WINDOW_TOKENS, NO_RULE, RestoreProbe, Rule, SlotId, judge
-from proxy.core.slots import Unknown, choose_slot_to_empty
+from proxy.core.residency import choose_slot_to_empty
+from proxy.core.slots import Unknown
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
 from proxy.llama.state_file import StateFile

@@ -50,6 +50,7 @@ from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
 from proxy.serving.shared import Services
+from proxy.serving.tenants import warn_of_several
 from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0
@@ -370,7 +371,7 @@ class Server(Watched):
                         process.slots.set_content(slot.id, last.slots[slot.id].content)
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
-        process.note_tenants()
+        warn_of_several(process)
         process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
         self._degradations.end(*before)

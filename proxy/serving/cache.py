@@ -5,13 +5,11 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-import xxhash
-
 from proxy.core.messages import Route
 from proxy.core.model import BYTES_PER_TOKEN, Prompt
-from proxy.core.residency import slot_to_extend
-from proxy.core.slots import Known, choose_slot_for_brief
-from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
+from proxy.core.residency import choose_slot_for_brief, slot_to_extend
+from proxy.core.slots import Known
+from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import chat_form, conversation_of, has_media, is_too_deep, n_completions
 from proxy.llama.routes import honours_id_slot, reads_forms
@@ -22,15 +20,12 @@ from proxy.serving.process import Process
 from proxy.serving.queue import replaced
 from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
+from proxy.serving.tenants import admit, note_taken, note_tenant
 from proxy.serving.uncached import UncachedRequest
-from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
 
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
-_MAX_TENANTS = 4096
-"""A client may send a new salt with each request. Beyond this number a tenant is not noted: its states are
-lost with the index, because their records name no owner."""
 _LOOKING_SECONDS = 0.05
 """How long it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
@@ -53,7 +48,7 @@ class Cache:
         Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
         request.begin(process.where, process.tenant_namespace(request.tenant))
-        await self._admit(process, request)
+        await admit(process, request)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
@@ -137,7 +132,7 @@ class Cache:
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
-        await self._note_tenant(process, request)
+        await note_tenant(process, request)
         request.server, request.namespace = process.where, namespace
 
     async def serve(self, process: Process, request: Request) -> None:
@@ -186,26 +181,8 @@ class Cache:
         if answer.status < 400:  # llama-server took it: the key is good, and its slot is not known
             process.slots.forget_free()
             process.judges_by_size = False
-            process.taken_keys[_key_digest(request)] = True
+            note_taken(process, request)
         process.report.not_looked_up(request, str(why))
-
-    async def _admit(self, process: Process, request: Request) -> None:
-        """Note whose request it is; raises WillBeRefused if llama-server does not take the client's key.
-
-        Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
-        tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
-        """
-        if process.asks_for_key:
-            taken, digest = process.taken_keys, _key_digest(request)
-            if digest not in taken:
-                try:
-                    taken[digest] = await process.upstream.takes_key(request.headers)
-                except UpstreamFault:
-                    return  # the next call finds out what is wrong with llama-server
-            if not taken.get(digest, True):
-                given = "this API key is refused" if request.headers else "an API key is needed"
-                raise WillBeRefused(f"llama-server says that {given}")
-        await self._note_tenant(process, request)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Read the tokens that llama-server will evaluate; without a prompt `request.why` says why."""
@@ -259,25 +236,3 @@ class Cache:
             request.why = TOKENIZED_OTHERWISE
             return False
         return True
-
-    async def _note_tenant(self, process: Process, request: Request) -> None:
-        """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
-        tenant = process.tenant_here(request.tenant)
-        if process.tier:
-            await fetching.note_tenant(process.tier, process, request, tenant)
-        if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
-            return
-        process.tenants.add(tenant)
-        process.note_tenants()
-        if process.can_cache:
-            model, index = process.model_namespace, process.store.index
-            tenants = sorted(known_tenants(index, model) | process.tenants)
-            try:
-                await process.store.put_value(tenants_name(model), tenants)
-            except StoreFault as fault:
-                process.faults.record("remember", fault)
-
-
-def _key_digest(request: Request) -> bytes:
-    """Return a digest of the API key headers of a request."""
-    return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())

@@ -15,7 +15,7 @@ from proxy.core.rates import seconds_in_words
 from proxy.core.sharing import ENTER_SECONDS, Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
-from proxy.serving.request import NO_READ, Request, tenant_of
+from proxy.serving.request import NO_READ, Request
 
 if TYPE_CHECKING:
     from proxy.shared.tier import Tier
@@ -34,15 +34,6 @@ def begin(tier: "Tier", process: Process, request: Request) -> None:
     if NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
         namespace = process.tenant_namespace(request.tenant)
         tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
-
-
-async def note_tenant(tier: "Tier", process: Process, request: Request, tenant: bytes) -> None:
-    """Note what a *tenant* of this directory is called on all machines with the same key file."""
-    if not tenant or tenant in tier.remote.tenants:
-        return
-    if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
-        name = tenant_of(request.headers, tier.remote.secret, request.salt)
-        await tier.remote.note_tenant(tenant, process.tenant_here(name))
 
 
 async def fetch_first(tier: "Tier", process: Process, request: Request) -> bool:

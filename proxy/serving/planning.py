@@ -8,6 +8,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
+from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
 from proxy.core.slots import Known, SlotPhase
 from proxy.serving.process import Process
@@ -43,6 +44,17 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         process.sizes,
         process.queue.expected,
     )
+
+
+def offer(process: Process, request: Request) -> Offer:
+    """Return what a llama-server can do for a request now; without a prompt, by how busy it is."""
+    n_waiting, n_ahead = process.n_queued, len(process.on_way)
+    if request.prompt is None:
+        n_used = sum(slot.is_leased for slot in process.slots) + n_waiting + n_ahead
+        return Offer(0.0, 0, n_used / max(1, len(process.slots)))
+    prompt = replace(request.prompt, namespace=process.tenant_namespace(request.tenant))
+    may_start = not process.launches.is_save_coming
+    return make_offer(prompt, situation(process, prompt), n_waiting, n_ahead, may_start=may_start)
 
 
 def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:

@@ -41,10 +41,10 @@ from proxy.core.slots import (
     Content,
     Empty,
     Known,
-    Origin,
     SlotTable,
     Unknown,
     after_evaluation,
+    as_restored,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import (
@@ -238,12 +238,6 @@ class Process(Services):
         if not self.disabled_shapes:
             self.recover(DegradationKind.TOKENIZED_OTHERWISE)
 
-    def note_tenants(self) -> None:
-        """Warn of several tenants if llama-server's RAM cache, which does not tell them apart, is on."""
-        tenants = self.tenants if self.is_one_tenant else self.tenants - {b""}
-        if self.has_ram_cache and len(tenants) > 1:
-            self.degrade(DegradationKind.SEVERAL_API_KEYS)
-
     def note_clearing(self, *, clears: bool | None) -> None:
         """Note whether a slot that starts empties idle slots, if that is known."""
         if clears is None:
@@ -378,19 +372,7 @@ class Process(Services):
             raise
         self.metrics.restores.labels("done").inc()
         self.metrics.restored_bytes.inc(checkpoint.size_bytes)
-        n_uncut = 0 if checkpoint.has_every_position else checkpoint.n_tokens
-        content = Known(
-            tokens,
-            namespace,
-            restore_points=checkpoint.restore_points,
-            header=checkpoint.header,
-            turn_start=checkpoint.turn_start,
-            marks=checkpoint.marks,
-            n_saved=checkpoint.n_tokens,
-            saved_points=checkpoint.restore_points,
-            origin=Origin(n_uncut, self.store.lineage(checkpoint)),
-            n_points_at_most=len(checkpoint.restore_points),
-        )
+        content = as_restored(checkpoint, tokens, self.store.lineage(checkpoint))
         self.slots.set_content(slot_id, content)
 
     async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:

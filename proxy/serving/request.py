@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
-import xxhash
 
 from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt, keyed_tenant, salted_tenant
+from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
@@ -61,15 +60,6 @@ def do_nothing() -> None:
 
 def _not_looked_up() -> Cause:
     return Cause.NOT_LOOKED_UP
-
-
-def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:
-    """Return the tenant's name for the API key that llama-server would check, and a salt."""
-    key, tenant = keys.get("Authorization") or keys.get("X-Api-Key", ""), b""
-    if key:
-        plain = key.removeprefix("Bearer ").encode(errors="surrogateescape")
-        tenant = keyed_tenant(secret, xxhash.xxh3_128_digest(plain))
-    return salted_tenant(secret, tenant, salt) if salt else tenant
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,10 +11,9 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
 from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
 from proxy.core.saving import at_savable_point, is_write_back_due
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, also_saved
-from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, also_saved, as_saved
+from proxy.core.tokens import FIRST_BLOCK_TOKENS
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamLost
-from proxy.llama.state_file import StateFile
 from proxy.serving.planning import displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
@@ -171,7 +170,8 @@ class SlotSaves:
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
-            self._table.refine(slot_id, held, _as_saved(content, namespace, state))
+            told = as_saved(content, namespace, state.tokens, state.restore_points)
+            self._table.refine(slot_id, held, told)
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
@@ -185,8 +185,8 @@ class SlotSaves:
         checkpoint = await store.commit(new, state.tokens, saved.stamp)
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
-            told = replace(_as_saved(content, namespace, state), saved_points=())
-            self._table.refine(slot_id, held, told)
+            told = as_saved(content, namespace, state.tokens, state.restore_points)
+            self._table.refine(slot_id, held, replace(told, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
         self._table.refine(slot_id, now, also_saved(now, namespace, state.tokens, points))
         rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
@@ -197,21 +197,6 @@ class SlotSaves:
         for older in superseded(self._process.rule, checkpoint, relatives) if is_whole else ():
             await store.remove(older, Removal.SUPERSEDED)
         return checkpoint
-
-
-def _as_saved(content: Content, namespace: Namespace, state: StateFile) -> Known:
-    """Return a slot's content as its file tells; the slot may have more points than the file."""
-    old = content
-    if not isinstance(old, Known):
-        old = Known(state.tokens, namespace, origin=content.origin)
-    return replace(
-        old,
-        tokens=state.tokens,
-        n_tail=0,
-        restore_points=state.restore_points or old.restore_points,
-        n_saved=len(state.tokens),
-        n_points_at_most=len(state.restore_points) or old.n_points_at_most,
-    )
 
 
 def _end(future: "asyncio.Future[None] | None") -> None:

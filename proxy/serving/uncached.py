@@ -6,16 +6,8 @@ from collections.abc import Iterable
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
 from proxy.core.plan import MAX_LOST_TOKENS
-from proxy.core.slots import (
-    TAINTED,
-    Known,
-    Slot,
-    SlotPhase,
-    Unknown,
-    choose_slot_for_brief,
-    choose_slot_for_bypass,
-    must_be_erased,
-)
+from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
+from proxy.core.slots import TAINTED, Known, Slot, SlotPhase, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
 from proxy.llama.routes import is_task_for_each_input

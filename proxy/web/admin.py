@@ -36,10 +36,10 @@ from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, generation_route, with_alias
 from proxy.servers.pool import Pool
 from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
-from proxy.serving.request import Request, tenant_of
+from proxy.serving.request import Request
 from proxy.serving.shared import Shared
+from proxy.serving.tenants import keys_of, tenant_of
 from proxy.store.known_models import model_names
-from proxy.web.clients import keys_of
 
 _OPENAPI = Path(__file__).with_name("openapi.yaml")
 _SENT = (

@@ -1,7 +1,6 @@
 """The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +16,8 @@ from proxy.llama.connection import end_to_end
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
-from proxy.serving.request import Request, tenant_of
+from proxy.serving.request import Request
+from proxy.serving.tenants import keys_of, tenant_of
 from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
 
@@ -29,16 +29,10 @@ IDLE_SECONDS = 75.0
 """How long a connection may be without a whole head of a request; llama-server closes it after 5 s."""
 BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
-_KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
 """The session headers of Claude Code, OpenCode and codex, and that of an agent within a session."""
-
-
-def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those headers that carry an API key."""
-    return {name: headers[name] for name in _KEY_HEADERS if name in headers}
 
 
 @dataclass

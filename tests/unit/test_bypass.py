@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import DIGEST_BYTES, Conversation, SlotId
-from proxy.core.slots import (
-    Empty,
-    Known,
-    Slot,
-    SlotPhase,
-    Unknown,
-    choose_slot_for_brief,
-    choose_slot_for_bypass,
-    choose_slot_to_empty,
-)
+from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass, choose_slot_to_empty
+from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown
 from proxy.core.tokens import Namespace
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, run_of
 from tests.unit.situations import live_slots, slots

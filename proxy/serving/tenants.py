@@ -1,0 +1,92 @@
+"""Whose request it is: API keys, and the tenants that they name.
+
+Tenants share no states. A tenant is named by the API key that llama-server would check, and by the salt of
+a request; where llama-server checks no key, the key does not count.
+"""
+
+from collections.abc import Mapping
+
+import xxhash
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.model import keyed_tenant, salted_tenant
+from proxy.errors import StoreFault, UpstreamFault, WillBeRefused
+from proxy.serving.process import Process
+from proxy.serving.request import Request
+from proxy.store.known_models import known_tenants, tenants_name
+
+_KEY_HEADERS = ("Authorization", "X-Api-Key")
+_MAX_TENANTS = 4096
+"""A client may send a new salt with each request. Beyond this number a tenant is not noted: its states are
+lost with the index, because their records name no owner."""
+
+
+def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return those headers that carry an API key."""
+    return {name: headers[name] for name in _KEY_HEADERS if name in headers}
+
+
+def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:
+    """Return the tenant's name for the API key that llama-server would check, and a salt."""
+    key, tenant = keys.get("Authorization") or keys.get("X-Api-Key", ""), b""
+    if key:
+        plain = key.removeprefix("Bearer ").encode(errors="surrogateescape")
+        tenant = keyed_tenant(secret, xxhash.xxh3_128_digest(plain))
+    return salted_tenant(secret, tenant, salt) if salt else tenant
+
+
+async def admit(process: Process, request: Request) -> None:
+    """Note whose request it is; raises WillBeRefused if llama-server does not take the client's key.
+
+    Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
+    tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
+    """
+    if process.asks_for_key:
+        taken, digest = process.taken_keys, _key_digest(request)
+        if digest not in taken:
+            try:
+                taken[digest] = await process.upstream.takes_key(request.headers)
+            except UpstreamFault:
+                return  # the next call finds out what is wrong with llama-server
+        if not taken.get(digest, True):
+            given = "this API key is refused" if request.headers else "an API key is needed"
+            raise WillBeRefused(f"llama-server says that {given}")
+    await note_tenant(process, request)
+
+
+def note_taken(process: Process, request: Request) -> None:
+    """Note that llama-server took the key of a request."""
+    process.taken_keys[_key_digest(request)] = True
+
+
+async def note_tenant(process: Process, request: Request) -> None:
+    """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
+    tenant = process.tenant_here(request.tenant)
+    if process.tier and tenant and tenant not in process.tier.remote.tenants:
+        if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
+            # What the tenant is called on all machines with the same key file.
+            name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
+            await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
+    if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
+        return
+    process.tenants.add(tenant)
+    warn_of_several(process)
+    if process.can_cache:
+        model, index = process.model_namespace, process.store.index
+        tenants = sorted(known_tenants(index, model) | process.tenants)
+        try:
+            await process.store.put_value(tenants_name(model), tenants)
+        except StoreFault as fault:
+            process.faults.record("remember", fault)
+
+
+def warn_of_several(process: Process) -> None:
+    """Warn of several tenants if llama-server's RAM cache, which does not tell them apart, is on."""
+    tenants = process.tenants if process.is_one_tenant else process.tenants - {b""}
+    if process.has_ram_cache and len(tenants) > 1:
+        process.degrade(DegradationKind.SEVERAL_API_KEYS)
+
+
+def _key_digest(request: Request) -> bytes:
+    """Return a digest of the API key headers of a request."""
+    return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())
