@@ -383,6 +383,13 @@ def as_saved(
     )
 
 
+def not_to_save(content: Content) -> Content:
+    """Return a slot's content, marked as not to be saved before the slot's next request."""
+    if isinstance(content, Known):
+        return replace(content, n_saved=content.n_tokens)
+    return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
+
+
 def also_saved(
     content: Content, namespace: Namespace, tokens: TokenIds, points: Collection[int]
 ) -> Content:

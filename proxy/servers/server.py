@@ -48,7 +48,7 @@ from proxy.servers import self_test
 from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
-from proxy.serving.queue import SlotQueue
+from proxy.serving.queue import Choice, Lease, SlotQueue
 from proxy.serving.shared import Services
 from proxy.serving.tenants import warn_of_several
 from proxy.settings import Settings
@@ -397,7 +397,7 @@ class Server(Watched):
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
-                process.queue.take_over(slot.id).hand_over(ended)
+                Lease(process.queue, Choice((slot.id,), None)).hand_over(ended)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

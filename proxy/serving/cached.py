@@ -14,38 +14,32 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import BYTES_PER_TOKEN, Candidate, Checkpoint, Prompt, SlotId
-from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
+from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
+from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Known,
-    SlotPhase,
-    Unknown,
-    must_be_erased,
-    shared_tokens,
-)
+from proxy.core.slots import TAINTED, Content, SlotPhase, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
-from proxy.explain.known import Kind
 from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import (
+    as_kept,
     as_wished,
+    evaluation_size,
     first_save,
     look_up,
     plan_behind_media,
     plan_in,
+    plan_to_extend,
     situation,
 )
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
-from proxy.serving.request import NO_STORE, Answer, Request
+from proxy.serving.request import Answer, Request
 from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
@@ -107,22 +101,13 @@ class CachedRequest:
                 self._note_planned()
                 state = first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
-            with process.launches.evaluation(*self._size(), self._request.answering) as turn:
+            size = evaluation_size(process, self._request, self._prompt, self._plan)
+            with process.launches.evaluation(*size, self._request.answering) as turn:
                 self._await_evaluation = turn
                 if self._extended:
                     await turn()
                 self._account.queued_seconds = time.monotonic() - joined_at
                 await self._serve_in_slot(joined_at)
-
-    def _size(self) -> tuple[int, float]:
-        """Return how many tokens will be evaluated, roughly, and how long that takes."""
-        start, n_tokens = self._plan.start, self._prompt.n_tokens
-        if (conversation := self._request.conversation) and self._extended:
-            n_messages = conversation.n_behind(self._extended.conversation)
-            n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
-        rates = self._process.rates
-        seconds = rates.evaluation_seconds(start.n_reused, n_tokens) if rates.is_measured else 0.0
-        return n_tokens - start.n_reused, seconds
 
     async def _serve_in_slot(self, joined_at: float) -> None:
         process = self._process
@@ -166,7 +151,8 @@ class CachedRequest:
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
         if self._extended:
-            return self._choose_extended(self._extended)
+            plan = plan_to_extend(self._process, self._extended)
+            return Choice((plan.slot_id,), plan, is_warm=True) if plan else None
         if self._prompt.goes_on and (plan := plan_behind_media(self._process, self._request)):
             return Choice((plan.slot_id,), plan, is_warm=True)
         began = time.perf_counter()
@@ -180,24 +166,6 @@ class CachedRequest:
             self._keep(plan.start.restored.checkpoint)
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
-
-    def _choose_extended(self, content: Known) -> Choice[Plan] | None:
-        """Go on in the slot that holds *content*: nothing is looked up, restored or displaced."""
-        if (slot := self._process.slots.holder(content)) is None:
-            return None
-        start = Start(slot.id, len(content.tokens), content.n_tokens)
-        plan = Plan(start, why=Why.EXTENDS)
-        return Choice((slot.id,), plan, is_warm=True)
-
-    def _as_kept(self, content: Content) -> Content:
-        """Return a slot's content, marked as not to be saved after a side call or under no_store."""
-        if isinstance(content, Known) and self._request.kind is Kind.SIDE:
-            return replace(content, is_aside=True)
-        if NO_STORE not in self._request.wishes:
-            return content
-        if isinstance(content, Known):
-            return replace(content, n_saved=content.n_tokens)
-        return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
@@ -264,7 +232,7 @@ class CachedRequest:
             await self._await_evaluation()
             await self._make_stops()
         except Exception as fault:
-            if await self._has_ended(fault):
+            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
                 raise
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
@@ -314,14 +282,9 @@ class CachedRequest:
 
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
-        slot_id, process = self._plan.slot_id, self._process
-        return await process.launches.send(
-            self._turn,
-            self._request,
-            pin(self._body, slot_id, reuses=can_reuse),
-            self._note_running,
-            self._account.n_reused,
-        )
+        raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
+        send, n_found = self._process.launches.send, self._account.n_reused
+        return await send(self._turn, self._request, raw, self._note_running, n_found)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)
@@ -347,10 +310,6 @@ class CachedRequest:
                 await self._request.answering.wait()
         await self._read()
 
-    async def _has_ended(self, fault: Exception) -> bool:
-        """Return whether a call has failed because llama-server ended."""
-        return isinstance(fault, UpstreamLost) and await self._process.has_ended()
-
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
         """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
         if isinstance(error, ServerAway) and error.has_ended:
@@ -365,7 +324,7 @@ class CachedRequest:
             slot = self._process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._process.slots.set_content(slot_id, self._as_kept(content))
+            self._process.slots.set_content(slot_id, as_kept(self._request, content))
             winding_up = wind_up(
                 self._process, slot_id, self._prompt.n_tokens, is_running=is_running
             )
@@ -382,7 +341,7 @@ class CachedRequest:
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, self._as_kept(held))
+        process.slots.set_content(slot_id, as_kept(self._request, held))
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -427,7 +386,9 @@ class CachedRequest:
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
         if answer.timings is not None or not 400 <= answer.status < 500:
             before = process.slots[slot_id].content
-            process.slots.set_content(slot_id, self._as_kept(self._held(before, answer.timings)))
+            process.slots.set_content(
+                slot_id, as_kept(self._request, self._held(before, answer.timings))
+            )
         self._save_now(slot_id, is_at_risk=not self._request.warms)
         metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)

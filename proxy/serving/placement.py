@@ -15,7 +15,7 @@ from proxy.core.model import SlotId
 from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
-from proxy.errors import UpstreamFault, WillBeRefused
+from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks
 from proxy.serving.request import Answer
@@ -130,7 +130,7 @@ class SimilarRequest(CachedRequest):
                 )
             )
         except UpstreamFault as fault:
-            if await self._has_ended(fault):
+            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
                 raise
             self._process.faults.record("placement", fault)
 

@@ -6,11 +6,20 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import SLACK_TOKENS, Stop
-from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
+from proxy.core.model import (
+    BYTES_PER_TOKEN,
+    Candidate,
+    CheckpointKind,
+    ExpectedState,
+    Prompt,
+    RuleKind,
+    SlotId,
+)
 from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
-from proxy.core.slots import Known, SlotPhase
+from proxy.core.slots import Content, Known, SlotPhase, not_to_save
+from proxy.explain.known import Kind
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 
@@ -66,6 +75,13 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
     return plan
 
 
+def plan_to_extend(process: Process, content: Known) -> Plan | None:
+    """Return the plan to go on in the slot that holds *content*: nothing is restored or displaced."""
+    if (slot := process.slots.holder(content)) is None:
+        return None
+    return Plan(Start(slot.id, len(content.tokens), content.n_tokens), why=Why.EXTENDS)
+
+
 def plan_behind_media(process: Process, request: Request) -> Plan | None:
     """Return the plan to go on in a slot with the same text before its first image, if there is one.
 
@@ -103,6 +119,26 @@ def as_wished(plan: Plan, request: Request) -> Plan:
     if NO_STORE in request.wishes:
         plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
     return plan
+
+
+def evaluation_size(
+    process: Process, request: Request, prompt: Prompt, plan: Plan
+) -> tuple[int, float]:
+    """Return how many tokens will be evaluated, roughly, and how many seconds that takes."""
+    n_tokens, rates = prompt.n_tokens, process.rates
+    if (conversation := request.conversation) and request.extends:
+        n_messages = conversation.n_behind(request.extends.conversation)
+        n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
+    n_reused = plan.start.n_reused
+    seconds = rates.evaluation_seconds(n_reused, n_tokens) if rates.is_measured else 0.0
+    return n_tokens - n_reused, seconds
+
+
+def as_kept(request: Request, content: Content) -> Content:
+    """Return a slot's content, marked as not to be saved after a side call or under no_store."""
+    if isinstance(content, Known) and request.kind is Kind.SIDE:
+        return replace(content, is_aside=True)
+    return not_to_save(content) if NO_STORE in request.wishes else content
 
 
 # States that are about to be saved. When two requests with the same new header come at the same moment,

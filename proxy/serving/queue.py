@@ -228,10 +228,6 @@ class SlotQueue:
             self.table[slot_id].note_running()
         lease.give_up(set(lease.held) - set(used))
 
-    def take_over(self, slot_id: SlotId) -> Lease[None]:
-        """Return a lease of a slot that turned out to be used by another client of llama-server."""
-        return Lease(self, Choice((slot_id,), None))
-
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server now runs the request of a slot's lease."""
         self.table[slot_id].note_running()

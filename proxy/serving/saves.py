@@ -11,7 +11,16 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
 from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
 from proxy.core.saving import at_savable_point, is_write_back_due
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, also_saved, as_saved
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    Unknown,
+    also_saved,
+    as_saved,
+    not_to_save,
+)
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamLost
 from proxy.serving.planning import displaced_state
@@ -124,11 +133,7 @@ class SlotSaves:
 
     def _give_up(self, slot_id: SlotId) -> Content:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
-        content = self._table[slot_id].content
-        if isinstance(content, Known):
-            content = replace(content, n_saved=content.n_tokens)
-        elif isinstance(content, Unknown):
-            content = replace(content, can_be_adopted=False)
+        content = not_to_save(self._table[slot_id].content)
         self._table.set_content(slot_id, content)
         return content
 
