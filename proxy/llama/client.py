@@ -23,7 +23,7 @@ from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
-from proxy.llama.connection import CONNECT_SECONDS, Reply, literal_address, send
+from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, send
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -439,18 +439,11 @@ class LlamaServer:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         there, data = self.target.addressed(method, path, data)
         try:
-            async with (
-                self.waiting(),
-                self.session.request(
-                    method,
-                    self.url(there),
-                    data=None if data is None else io.BytesIO(data),
-                    headers={**_OWN, **(headers or self.own_headers)},
-                    timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS),
-                ) as response,
-            ):
-                status, content = response.status, await response.read()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            all_headers = CIMultiDict({**_OWN, **(headers or self.own_headers)})
+            async with self.waiting(), asyncio.timeout(seconds):
+                async with await self.forward(method, there, all_headers, data) as response:
+                    status, content = response.status, await response.read()
+        except NOT_CONNECTED as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
             raise UpstreamSlow(f"{method} {path}: no answer in time") from error

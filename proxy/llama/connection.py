@@ -1,4 +1,4 @@
-"""Connections to llama-server: those of aiohttp's client, and a shorter way for most clients' requests.
+"""Connections to llama-server: those of aiohttp's client, and a shorter way for most requests.
 
 Until a request is sent, aiohttp's client runs for 0.7 ms on a processor that was idle before, and `send`
 for 0.3 ms.
@@ -66,6 +66,9 @@ def new_session() -> aiohttp.ClientSession:
 
 class CannotConnect(aiohttp.ClientConnectionError):
     """There was no connection, so nothing was sent."""
+
+
+NOT_CONNECTED = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class Address(NamedTuple):

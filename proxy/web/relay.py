@@ -13,7 +13,7 @@ from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import CannotConnect, Reply, Tap, end_to_end
+from proxy.llama.connection import NOT_CONNECTED, Reply, Tap, end_to_end
 from proxy.llama.routes import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
@@ -22,7 +22,6 @@ from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 _EVENTS = "text/event-stream"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
-_NOT_CONNECTED = (CannotConnect, aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class Exchange:
@@ -87,7 +86,7 @@ class Exchange:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
             message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
-            if isinstance(error, _NOT_CONNECTED):
+            if isinstance(error, NOT_CONNECTED):
                 raise ServerAway(message, was_sent="no") from error
             # A call is cut off because its llama-server was told to end.
             raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
