@@ -2,6 +2,7 @@
 
 import pytest
 
+from proxy.core import sharing
 from proxy.serving import fetching
 from proxy.shared import transfers
 from tests.lab.waiting import HANG_SECONDS
@@ -10,5 +11,6 @@ from tests.lab.waiting import HANG_SECONDS
 def wait_for_shared_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have requests wait for what the shared store lists and sends; one that hangs holds them up."""
     monkeypatch.setattr(transfers, "_STALL_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(sharing, "_TRIED_SHARE", HANG_SECONDS)
     for name in ("_LOOK_SHARE", "_MOST_LOOK_SECONDS"):
         monkeypatch.setattr(fetching, name, HANG_SECONDS)
