@@ -12,6 +12,7 @@ from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.router import link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_ports, request
+from tests.lab.waiting import wait_until
 
 MODELS = {"coder": "hybrid", "small": "full"}
 TOOLS = tools(3)
@@ -115,8 +116,8 @@ def test_llama_swap(host: Host) -> None:
 
 def test_two_llama_servers(host: Host) -> None:
     host.do("pair")
+    wait_until(lambda: len(host.health()["servers"]) == 2)
     servers = {server["name"] for server in host.health()["servers"]}
-    assert len(servers) == 2
     for i, messages in enumerate(agent_requests(2, 1, header=[system(150)])):
         record = host.ask("any", messages)
         assert record["server"] in servers
