@@ -7,7 +7,7 @@ import click
 
 from proxy import __version__
 from proxy.cli import connect, look, serve, store, trace
-from proxy.llama.state_file import SUPPORTED_VERSIONS
+from proxy.llama.files import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 
 

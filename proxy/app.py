@@ -51,7 +51,7 @@ from proxy.web.writer import Connection, Unread
 
 if TYPE_CHECKING:
     from proxy.shared.bucket import Bucket
-    from proxy.shared.sealing import Sealing
+    from proxy.shared.objects import Sealing
     from proxy.shared.tier import Tier
 
 
@@ -140,7 +140,7 @@ def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
         return None
     # Loaded only where `shared_store` is set.
     from proxy.shared.bucket import Bucket
-    from proxy.shared.sealing import Sealing, read_key
+    from proxy.shared.objects import Sealing, read_key
 
     return Bucket(url), Sealing(read_key(Path(key_file)) if key_file else b"")
 

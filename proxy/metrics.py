@@ -16,12 +16,11 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
-from proxy.core.conditions import DegradationKind, State
+from proxy.core.conditions import DegradationKind, State, docstrings_of_fields
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
-from proxy.docstrings import docstrings_of_fields
 from proxy.explain.causes import Cause, PromptPart
 from proxy.stabilize.model import Name
 

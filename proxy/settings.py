@@ -14,8 +14,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from proxy.core.conditions import docstrings_of_fields
 from proxy.core.sharing import SharedLimits
-from proxy.docstrings import docstrings_of_fields
 from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES
 

@@ -296,7 +296,7 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
 
 def _tell_shares(settings: Settings) -> None:
     """Print the states of each host in the shared store, and why some hosts do not share."""
-    from proxy.shared.survey import survey
+    from proxy.shared.bucket import survey
 
     try:
         if not settings.shared_store and (proxy := proxy_of(settings)).is_there():

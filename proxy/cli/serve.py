@@ -22,11 +22,18 @@ from proxy.cli.command import (
     settings_of,
     with_proxy,
 )
-from proxy.core.launch import Launch, let_presets_win, plan_launch
+from proxy.core.launch import (
+    Launch,
+    known_names,
+    let_presets_win,
+    parse_help,
+    plan_launch,
+    read_given,
+    variables_of,
+)
 from proxy.core.rates import seconds_in_words
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
-from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command
 from proxy.settings import (

@@ -5,10 +5,28 @@ Owns: `DegradationKind`, the one table of conditions, and the state that follows
 know how a condition is noticed, or when it began.
 """
 
+import ast
+import inspect
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import cache
+from itertools import pairwise
 
-from proxy.docstrings import docstrings_of_fields
+
+@cache
+def docstrings_of_fields(kind: type) -> dict[str, list[str]]:
+    """Return the paragraphs of the docstring below each field of a class, by the field's name.
+
+    They are the words for people: of conditions here, of causes, metrics and settings elsewhere.
+    """
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    texts: dict[str, list[str]] = {}
+    for field, below in pairwise(ast.iter_child_nodes(definition)):
+        if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(below, ast.Expr):
+            target = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+            paragraphs = inspect.cleandoc(ast.literal_eval(below.value)).split("\n\n")
+            texts[ast.unparse(target)] = [" ".join(lines.split()) for lines in paragraphs]
+    return texts
 
 
 class State(StrEnum):

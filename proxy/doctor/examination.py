@@ -48,10 +48,10 @@ from proxy.llama.client import (
     Timings,
 )
 from proxy.llama.connection import new_session
+from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.hosts import recognise
-from proxy.llama.state_file import StateFile, read_state_file
 from proxy.metrics import Metrics
-from proxy.servers import self_test
+from proxy.servers.attach import measure_rule
 from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.shared import new_shared, quarantined_in_words
@@ -186,7 +186,7 @@ async def _examine_server(
                 with _noting(facts, "what a restored state is good for could not be measured"):
                     # The proxy itself runs the self-test only if requests contradict the rule.
                     empty = (s.id for s in server.process.slots if isinstance(s.content, Empty))
-                    await self_test.measure(server.process, next(empty))
+                    await measure_rule(server.process, next(empty))
                     facts.rule = server.process.rule
                 _note_states(facts, probed, server.process, stored)
                 with _noting(facts, "slot behaviour could not be examined"):

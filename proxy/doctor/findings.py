@@ -16,7 +16,7 @@ from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import Rule, RuleKind
 from proxy.core.rates import seconds_in_words
 from proxy.health import Degradation
-from proxy.llama.state_file import SUPPORTED_VERSIONS, Section
+from proxy.llama.files import SUPPORTED_VERSIONS, Section
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import is_private
 from proxy.store.known_models import Owner

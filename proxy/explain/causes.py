@@ -6,7 +6,7 @@ Owns: the names. The table in docs/misses.md is made from this module.
 from collections.abc import Collection
 from enum import StrEnum
 
-from proxy.docstrings import docstrings_of_fields
+from proxy.core.conditions import docstrings_of_fields
 
 
 class Cause(StrEnum):

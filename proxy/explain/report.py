@@ -39,7 +39,7 @@ from proxy.explain.known import (
     kind_of,
 )
 from proxy.llama.answers import Diagnose
-from proxy.llama.bodies import GenerationBody, asked_comparison
+from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 

@@ -17,7 +17,7 @@ import msgspec
 
 from proxy.core.messages import Route, list_of, member, object_in, text_of
 from proxy.llama.client import Timings
-from proxy.llama.routes import is_anthropic
+from proxy.llama.requests import is_anthropic
 
 Json = dict[str, Any]
 T = TypeVar("T")

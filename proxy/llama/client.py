@@ -1,6 +1,6 @@
 """The calls that the proxy itself makes to llama-server, and llama-server's replies.
 
-The only file that knows llama-server's URLs and request fields; `llama/bodies.py` knows the bodies of
+The only file that knows llama-server's URLs and request fields; `llama/requests.py` knows
 clients' own requests. Of replies, only the fields that the proxy reads are named; others are ignored.
 """
 

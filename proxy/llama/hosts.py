@@ -13,7 +13,7 @@ import msgspec
 from proxy.core.messages import list_of, member, text_of
 from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, HostKind, LlamaServer, Target
-from proxy.llama.routes import is_known
+from proxy.llama.requests import is_known
 
 LOAD_SECONDS = 1800.0
 """After this time the load of a model counts as failed; until then no other model is loaded."""

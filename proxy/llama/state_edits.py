@@ -15,7 +15,7 @@ import xxhash
 
 from proxy.core.model import FilePart
 from proxy.errors import StateFileMalformed
-from proxy.llama.state_file import (
+from proxy.llama.files import (
     CONTEXT_CHECKPOINTS_MAGIC,
     CONTEXT_CHECKPOINTS_VERSION,
     ContextCheckpoint,

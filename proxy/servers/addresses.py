@@ -15,7 +15,7 @@ from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
-from proxy.llama.routes import unloads_models
+from proxy.llama.requests import unloads_models
 from proxy.log import get_logger
 from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
 from proxy.servers.models import HostedModels

@@ -24,9 +24,8 @@ from proxy.core.model import Outcome
 from proxy.core.residency import best_offer
 from proxy.errors import ServerAway, WillBeRefused
 from proxy.servers.addresses import Addresses
-from proxy.servers.ahead import Ahead
-from proxy.servers.fatal import FatalRequests
-from proxy.servers.server import Phase, Server
+from proxy.servers.background import Ahead
+from proxy.servers.server import FatalRequests, Phase, Server
 from proxy.serving.cache import Cache
 from proxy.serving.planning import offer
 from proxy.serving.process import Process

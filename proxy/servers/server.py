@@ -1,6 +1,6 @@
-"""One llama-server through all its processes; its phase says whether a process answers.
+"""One llama-server through all its processes: whether a process answers, and which requests ended one.
 
-This file makes every change of a phase:
+Its phase says whether a process answers. This file makes every change of a phase:
 
 | event                                                | from                | to           |
 |------------------------------------------------------|---------------------|--------------|
@@ -32,11 +32,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
+from hashlib import blake2b
 
 from proxy.core.conditions import OF_PROCESS, DegradationKind
 from proxy.core.launch import Launch
 from proxy.errors import (
+    ProxyError,
     ServerAway,
+    StoreFault,
     UpstreamFault,
     UpstreamRefused,
     UpstreamSlow,
@@ -44,14 +47,15 @@ from proxy.errors import (
 )
 from proxy.llama.client import Props
 from proxy.log import get_logger
-from proxy.servers import self_test
-from proxy.servers.attach import attach
+from proxy.servers.attach import attach, look_again
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, SlotQueue
+from proxy.serving.request import Request
 from proxy.serving.shared import Services
 from proxy.serving.tenants import warn_of_several
 from proxy.settings import Settings
+from proxy.store.store import CheckpointStore
 
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
@@ -268,7 +272,7 @@ class Server(Watched):
             if self.is_polled or not is_settled or self._poked.is_set():
                 await self.look()
             if self.process:
-                self_test.look_again(self.process)
+                look_again(self.process)
             await self.pause(RETURN_WATCH_SECONDS if self.n_waiting else WATCH_SECONDS)
 
     async def look(self, *, is_patient: bool = False) -> None:
@@ -406,3 +410,69 @@ def kind_of(fault: UpstreamFault) -> DegradationKind:
         return DegradationKind.UNREACHABLE
     kinds = {503: DegradationKind.LOADING, 401: DegradationKind.API_KEY_REFUSED}
     return kinds.get(fault.status, DegradationKind.NOT_A_LLAMA_SERVER)
+
+
+# Requests during which llama-server ended: after two deaths in a row such a request is refused.
+#
+# The index keeps the hashes of their prompts, because the proxy may be restarted with llama-server.
+
+
+MAX_DEATHS = 2
+FORGET_SECONDS = 600.0
+"""A refused request is tried again once no client has sent it for so long."""
+_MAX_REMEMBERED = 64
+_NAME = "fatal requests"
+
+
+class FatalRequests:
+    """Remembers during which requests llama-server ended: how often in a row, and when last."""
+
+    def __init__(self, store: CheckpointStore | None) -> None:
+        self._store = store
+        self.deaths: dict[str, tuple[int, float]] = {}
+        """By the hash of a request; while none is known, no hash need be made."""
+        if store is not None:
+            with suppress(StoreFault):
+                self.deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
+
+    def refuse(self, request: Request) -> None:
+        """Raise ProxyError if llama-server has ended twice in a row during this request."""
+        if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
+            self.deaths[key_of(request)] = n_deaths, time.time()
+            raise ProxyError(
+                f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
+                "llama-server's log. The request is tried again once nobody has sent it for "
+                f"{FORGET_SECONDS / 60:.0f} minutes",
+                422,
+            )
+
+    async def note_answer(self, request: Request) -> None:
+        """Note that a request was answered: its deaths in a row end here."""
+        if (key := key_of(request)) in self.deaths:
+            del self.deaths[key]
+            await self._write()
+
+    async def note_death(self, request: Request) -> None:
+        """Note that llama-server ended while it worked on a request."""
+        n_before, key = self._n_deaths(request), key_of(request)
+        self.deaths.pop(key, None)
+        self.deaths[key] = n_before + 1, time.time()
+        while len(self.deaths) > _MAX_REMEMBERED:
+            del self.deaths[next(iter(self.deaths))]
+        await self._write()
+
+    def _n_deaths(self, request: Request) -> int:
+        n_deaths, last_at = self.deaths.get(key_of(request), (0, 0.0))
+        return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
+
+    async def _write(self) -> None:
+        if self._store is not None:
+            with suppress(StoreFault):  # then the deaths are known only while the proxy runs
+                await self._store.put_value(_NAME, self.deaths)
+
+
+def key_of(request: Request) -> str:
+    """Return a hash of a request's messages, else of its prompt, else of its raw body."""
+    content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
+    content = request.conversation.digests if request.conversation else content
+    return blake2b(content, digest_size=16).hexdigest()

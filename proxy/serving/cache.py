@@ -11,8 +11,15 @@ from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
-from proxy.llama.bodies import chat_form, conversation_of, has_media, is_too_deep, n_completions
-from proxy.llama.routes import honours_id_slot, reads_forms
+from proxy.llama.requests import (
+    chat_form,
+    conversation_of,
+    has_media,
+    honours_id_slot,
+    is_too_deep,
+    n_completions,
+    reads_forms,
+)
 from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest

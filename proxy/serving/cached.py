@@ -22,8 +22,8 @@ from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, Wi
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
-from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
+from proxy.llama.requests import pin
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import (

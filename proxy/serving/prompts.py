@@ -22,8 +22,8 @@ from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_sys
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
-from proxy.llama.bodies import GenerationBody, has_media, leading_system, rendering_key
 from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
+from proxy.llama.requests import GenerationBody, has_media, leading_system, rendering_key
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")

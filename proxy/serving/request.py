@@ -19,8 +19,8 @@ from proxy.explain.judgement import Account
 from proxy.explain.known import Kind
 from proxy.explain.sketch import words_of
 from proxy.llama.answers import CallMade
-from proxy.llama.bodies import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
+from proxy.llama.requests import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 
 NO_STORE, NO_READ = "no_store", "no_read"
 _SALT = "cache_salt"

@@ -21,8 +21,8 @@ from proxy.core.cuts import (
 )
 from proxy.core.messages import CONVERSATIONS, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
-from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer, Target
+from proxy.llama.requests import GenerationBody
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared

@@ -47,13 +47,13 @@ from proxy.errors import (
 )
 from proxy.health import CannotCache
 from proxy.llama.client import Saved
+from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import (
     NEEDED_BY_VERSIONS,
     Source,
     repair_window,
     select_context_checkpoints,
 )
-from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.store.files import FileStamp, StateFiles, final_name_of, id_of
 

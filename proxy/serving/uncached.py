@@ -9,8 +9,14 @@ from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, SlotPhase, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
-from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
-from proxy.llama.routes import is_task_for_each_input
+from proxy.llama.requests import (
+    GenerationBody,
+    is_task_for_each_input,
+    n_completions,
+    pin,
+    taints_slot,
+    without_reuse,
+)
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease

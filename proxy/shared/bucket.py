@@ -1,8 +1,9 @@
-"""The bucket or directory behind `shared_store`: lists, reads, writes and deletes objects.
+"""The bucket or directory behind `shared_store`: its objects are listed, read, written and deleted.
 
-The only module that knows obstore, which is loaded with the first bucket. Every call ends: a connection on
-which nothing comes is given up. Credentials and the endpoint come from the environment, as for any client
-of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no message.
+`survey` says whose they are. The only module that knows obstore, which is loaded with the first bucket.
+Every call ends: a connection on which nothing comes is given up. Credentials and the endpoint come from the
+environment, as for any client of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no
+message.
 """
 
 import asyncio
@@ -10,14 +11,20 @@ import atexit
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from proxy.errors import SettingsError, SharedStoreFault, in_words
-from proxy.shared.objects import Listed, listed
+import msgspec
+
+from proxy.core.model import is_same_canary
+from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
+from proxy.shared import objects
+from proxy.shared.objects import META, STATE, Listed, Meta, Sealing, listed
+from proxy.store.known_models import Owner
 
 _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
@@ -161,3 +168,77 @@ def _told(error: BaseException) -> str:
         return in_words(error)
     line = str(error).partition("\n")[0]
     return re.sub(r" in [\d.]+\S*s,? ?.*? - ", ": ", line)[:300]
+
+
+# Who has put what there, and why two writers do not share: for `doctor --shared`.
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What one writer has put there for one model; an empty `model` was sealed with another key."""
+
+    host: str
+    writer: str
+    model: str
+    namespace: str
+    n_states: int
+    size_bytes: int
+    newest_at: float
+    apart: tuple[str, ...] = ()
+    """Other writers of a model of this name whose states this one cannot use, each with the reason."""
+
+
+async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
+    """Return what is in the shared store, by writer and namespace; raises SharedStoreFault."""
+    found = defaultdict[tuple[str, str], list[Listed]](list)
+    async for batch in bucket.list(objects.VERSION):
+        for each in batch:
+            found[objects.writer_of(each.id), each.namespace].append(each)
+    shares = list[tuple[Share, Owner | None]]()
+    for (writer, namespace), theirs in sorted(found.items()):
+        if metas := [each for each in theirs if each.kind == META]:
+            newest = max(metas, key=lambda each: each.modified_at)
+            meta = await _read(bucket, sealing, newest)
+            share = Share(
+                host=meta.host if meta else "",
+                writer=writer,
+                model=meta.owner.known.name if meta else "",
+                namespace=namespace,
+                n_states=len(metas),
+                size_bytes=sum(each.size_bytes for each in theirs if each.kind == STATE),
+                newest_at=newest.modified_at,
+            )
+            shares.append((share, meta.owner if meta else None))
+    return [_with_reasons(share, owner, shares) for share, owner in shares]
+
+
+async def _read(bucket: Bucket, sealing: Sealing, each: Listed) -> Meta | None:
+    try:
+        return objects.decode_meta(sealing.open_whole(each.name, await bucket.read(each.name)))
+    except (ValueError, StateDamaged):
+        return None
+
+
+def _with_reasons(
+    share: Share, owner: Owner | None, shares: list[tuple[Share, Owner | None]]
+) -> Share:
+    reasons = (
+        f"{other.host} ({other.writer}): {why}"
+        for other, its in shares
+        if owner and its and other.model == share.model and other.writer != share.writer
+        if (why := why_apart(owner, its))
+    )
+    return msgspec.structs.replace(share, apart=tuple(reasons))
+
+
+def why_apart(left: Owner, right: Owner) -> str:
+    """Return why the states of two owners are not shared, empty if they are."""
+    if left.static != right.static:
+        return "another model file, adapter, slot file version or cache layout"
+    if left.tenant != right.tenant:
+        return "another API key or salt"
+    a, b = left.known.canary, right.known.canary
+    if is_same_canary(a, b):
+        return ""
+    differences = (abs(x - y) for (s, x) in a for (t, y) in b if s == t)
+    most = max(differences, default=0.0)
+    return f"its predictions differ by up to {most:.2f}: other hardware, build or weights"

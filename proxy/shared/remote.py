@@ -29,8 +29,7 @@ from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.shared import objects
 from proxy.shared.bucket import Bucket, Gone
-from proxy.shared.objects import META, STATE, USED
-from proxy.shared.sealing import Sealing
+from proxy.shared.objects import META, STATE, USED, Sealing
 from proxy.store.index import Entry, Index
 from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore

@@ -24,12 +24,11 @@ from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim, Written
 from proxy.core.sharing import SharedLimits, bytes_at_once, seconds_for, spared_per_byte
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from proxy.shared import objects
 from proxy.shared.bucket import READ_BYTES, Gone
-from proxy.shared.objects import META, STATE, USED
+from proxy.shared.objects import META, STATE, USED, Opening
 from proxy.shared.remote import Remote, backoff_seconds
-from proxy.shared.sealing import Opening
 from proxy.store.offline import entered_as
 
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4

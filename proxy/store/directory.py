@@ -33,7 +33,7 @@ from proxy.errors import (
     StoreLocked,
     in_words,
 )
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from proxy.store.files import (
     FileStamp,
     StateFiles,

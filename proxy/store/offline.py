@@ -18,11 +18,11 @@ from typing import IO
 
 import msgspec
 
+from proxy.core.conditions import docstrings_of_fields
 from proxy.core.model import Checkpoint, is_of_other_secret
 from proxy.core.tokens import Namespace, hash_prefixes
-from proxy.docstrings import docstrings_of_fields
 from proxy.errors import StateFileMalformed, StoreFault, in_words
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.files import StateFile, read_state_file
 from proxy.store.directory import (
     LOCK_NAME,
     MOST_RECORD_BYTES,

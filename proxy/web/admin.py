@@ -32,8 +32,14 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, SlotPhase, state_of
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
-from proxy.llama.bodies import header_request, parse_body, route_path
-from proxy.llama.routes import Aliases, generation_route, with_alias
+from proxy.llama.requests import (
+    Aliases,
+    generation_route,
+    header_request,
+    parse_body,
+    route_path,
+    with_alias,
+)
 from proxy.servers.pool import Pool
 from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
 from proxy.serving.request import Request

@@ -10,10 +10,15 @@ from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report
 from proxy.explain.views import client_name
-from proxy.llama.bodies import parse_body
 from proxy.llama.client import Body
 from proxy.llama.connection import end_to_end
-from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
+from proxy.llama.requests import (
+    Aliases,
+    changes_server_state,
+    counts_tokens,
+    parse_body,
+    with_alias,
+)
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request

@@ -17,7 +17,7 @@ from proxy.errors import ProxyError
 from proxy.explain.report import Told
 from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage, empty_answer
 from proxy.llama.connection import Reply
-from proxy.llama.routes import generation_route, is_anthropic
+from proxy.llama.requests import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2

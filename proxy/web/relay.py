@@ -14,7 +14,7 @@ from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
 from proxy.llama.connection import NOT_CONNECTED, Reply, Tap, end_to_end
-from proxy.llama.routes import generation_route
+from proxy.llama.requests import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread

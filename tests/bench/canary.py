@@ -19,7 +19,7 @@ from pathlib import Path
 
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.model import NEAR_TOKENS
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.files import StateFile, read_state_file
 from tests.bench.document import add_page_arguments, prove
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.section import Section

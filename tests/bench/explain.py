@@ -20,8 +20,8 @@ from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry, Journal, Report
-from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
+from proxy.llama.requests import GenerationBody
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, Request

@@ -26,7 +26,8 @@ from proxy.core.messages import Route
 from proxy.core.model import FilePart
 from proxy.errors import CacheFault, NotConvertible, StateFileMalformed
 from proxy.llama.answers import AnswerReader, TrueUsage
-from proxy.llama.bodies import (
+from proxy.llama.files import read_state_file
+from proxy.llama.requests import (
     as_chat_body,
     bypass_reason,
     chat_reason,
@@ -37,7 +38,6 @@ from proxy.llama.bodies import (
     taints_slot,
 )
 from proxy.llama.state_edits import Source, repair_window, select_context_checkpoints
-from proxy.llama.state_file import read_state_file
 from proxy.serving.prompts import last_user_index
 from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize

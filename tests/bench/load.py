@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from proxy.core.tokens import TokenIds, common_prefix_length
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_to_the_end

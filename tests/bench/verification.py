@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from proxy.core.model import Checkpoint
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_section

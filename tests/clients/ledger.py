@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
-from proxy.llama.bodies import as_chat_body, parse_body
-from proxy.llama.routes import generation_route
+from proxy.llama.requests import as_chat_body, generation_route, parse_body
 from tests.clients.scripted_server import Recorded, ScriptedServer
 
 SLACK_TOKENS = 32

@@ -13,7 +13,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.slots import Known, SlotPhase
 from proxy.errors import NoRoom
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from proxy.serving import saver
 from proxy.store.files import StateFiles
 from proxy.store.store import CheckpointStore

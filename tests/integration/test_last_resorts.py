@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.core.conditions import DegradationKind
-from proxy.servers import self_test
+from proxy.servers import attach
 from proxy.store.catalogue import Catalogue, Limits
 from tests.integration.conftest import StartRig
 from tests.integration.rig import question
@@ -30,7 +30,7 @@ async def test_save_that_breaks_in_an_unforeseen_way_is_not_the_clients_fault(
 async def test_self_test_that_breaks_in_an_unforeseen_way_costs_nobody_anything(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_test, "learn_rule", broken)
+    monkeypatch.setattr(attach, "learn_rule", broken)
     async with start_rig(n_slots=1) as rig:
         assert rig.process is not None
         rig.process.n_contradictions = rig.process.n_contradictions_allowed

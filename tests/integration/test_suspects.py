@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.servers import fatal as fatal_requests
+from proxy.servers import server as lifecycle
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question, text
@@ -132,7 +132,7 @@ async def test_server_that_dies_in_mid_answer_makes_nothing_suspect(start_rig: S
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         rig.server.faults.dies_after_chunks = 1
-        for _ in range(fatal_requests.MAX_DEATHS + 1):
+        for _ in range(lifecycle.MAX_DEATHS + 1):
             reply = await rig.post(CHAT, {"messages": question("a"), "stream": True})
             assert (reply.status, b"mid-answer" in reply.body) == (200, True)
         assert quarantined(rig) == []
@@ -159,13 +159,13 @@ async def test_request_that_ends_llama_server_twice_is_refused(
             await rig.stop_proxy()
             await rig.start_proxy()
         assert (await rig.post(path, {**body, "messages": question("b")})).status == 200
-        monkeypatch.setattr(fatal_requests, "FORGET_SECONDS", 0.0)
+        monkeypatch.setattr(lifecycle, "FORGET_SECONDS", 0.0)
         assert (await rig.post(path, body)).status == 200
 
 
 async def test_request_that_is_answered_begins_a_new_count(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
-        for _ in range(fatal_requests.MAX_DEATHS + 1):
+        for _ in range(lifecycle.MAX_DEATHS + 1):
             rig.server.faults.dies_at["answer"] = 1
             assert (await rig.post(CHAT, {"messages": question("a")})).status == 502
             await rig.attached()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.files import StateFile, read_state_file
 from proxy.serving import saver
 
 RewriteStateFile = Callable[[Path], None]

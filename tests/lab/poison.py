@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from tests.lab.server import ServerProcess
 
 _LOOK_SECONDS = 0.02

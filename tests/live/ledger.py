@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
-from proxy.llama.bodies import as_chat_body, parse_body
-from proxy.llama.routes import generation_route
+from proxy.llama.requests import as_chat_body, generation_route, parse_body
 from tests.lab.apis import CHAT, Api, Usage
 from tests.lab.conversation import Message, tools
 from tests.lab.rig import Rig

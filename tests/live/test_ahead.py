@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.explain.known import Kind
-from proxy.servers import ahead
+from proxy.servers import background
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools, user
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
@@ -21,8 +21,8 @@ N_REQUESTS = 4
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(ahead, "_WORTH_SECONDS", 0.05)  # tiny models are quick
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.05)  # tiny models are quick
 
 
 async def ask(rig: Rig, messages: list[Any], session: str = "one") -> dict[str, Any]:
@@ -78,7 +78,7 @@ async def test_next_message_finds_its_turn_evaluated(start_rig: StartRig, kind: 
 
 async def test_requests_come_first(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second piece is never begun, for another session's request has come meanwhile."""
-    monkeypatch.setattr(ahead, "_PIECE_SECONDS", 0.0)
+    monkeypatch.setattr(background, "_PIECE_SECONDS", 0.0)
     async with start_rig("hybrid", extra_args=THINKING, ahead_seconds=600.0) as rig:
         (process,) = rig.running.pool.processes
         stop, begun, may_end = process.stop, asyncio.Event(), asyncio.Event()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.live.conftest import StartRig, in_long

@@ -13,11 +13,10 @@ from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace
 from proxy.errors import NotConvertible, UpstreamRefused
 from proxy.llama import client as llama_server
-from proxy.llama.bodies import as_chat_body, parse_body
 from proxy.llama.client import Target
 from proxy.llama.connection import new_session
-from proxy.llama.routes import generation_route
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
+from proxy.llama.requests import as_chat_body, generation_route, parse_body
 from proxy.serving.prompts import PromptReader
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
 from tests.lab.models import TEMPLATE_FOLDER, model_path

@@ -2,7 +2,7 @@
 
 import re
 
-from proxy.llama.flags import known_names, parse_help
+from proxy.core.launch import known_names, parse_help
 from proxy.run.process import read_help
 from tests.documents.files import REPOSITORY
 from tests.lab.server import find_llama_server

@@ -4,7 +4,7 @@ import pytest
 
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import findings_of
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.files import StateFile, read_state_file
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig

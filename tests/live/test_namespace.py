@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from proxy.llama.model_file import fingerprint_model
+from proxy.llama.files import fingerprint_model
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig

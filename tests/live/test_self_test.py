@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, FAR_TOKENS, NEAR_TOKENS, Rule, RuleKind
-from proxy.servers import self_test
+from proxy.servers.attach import measure_rule
 from proxy.serving.process import RULE, Process
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
@@ -66,7 +66,7 @@ async def measure(rig: Rig) -> Rule:
     lease = process.queue.try_lease(slot_id)
     assert lease is not None
     with lease:
-        await self_test.measure(process, slot_id)
+        await measure_rule(process, slot_id)
     return process.rule
 
 

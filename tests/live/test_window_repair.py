@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import repair_window
-from proxy.llama.state_file import StateFile, read_state_file
 from tests.lab.models import model_path
 from tests.lab.older_builds import strip_context_checkpoints, to_version_3
 from tests.lab.rig import Rig

@@ -25,10 +25,9 @@ from proxy.metrics import Metrics
 from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared import transfers
-from proxy.shared.bucket import Bucket
+from proxy.shared.bucket import Bucket, survey
+from proxy.shared.objects import Sealing
 from proxy.shared.remote import Remote
-from proxy.shared.sealing import Sealing
-from proxy.shared.survey import survey
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from proxy.llama.state_file import FoundSection, Section
+from proxy.llama.files import FoundSection, Section
 from tests.unit.state_files import (
     F16_BYTES,
     F16_ROW,

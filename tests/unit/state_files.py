@@ -9,8 +9,8 @@ import xxhash
 
 from proxy.core.model import FilePart
 from proxy.errors import StateFileMalformed
+from proxy.llama.files import read_state_file
 from proxy.llama.state_edits import Source, select_context_checkpoints
-from proxy.llama.state_file import read_state_file
 
 MAGIC = 0x67677371
 F16_ROW = (1, 8)

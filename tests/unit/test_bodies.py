@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
-from proxy.llama.bodies import (
+from proxy.llama.requests import (
     GenerationBody,
     bypass_reason,
     cache_wishes,

@@ -30,8 +30,7 @@ from proxy.explain.views import (
     Today,
     list_checkpoint,
 )
-from proxy.llama.bodies import header_request, parse_body, route_path
-from proxy.llama.routes import generation_route
+from proxy.llama.requests import generation_route, header_request, parse_body, route_path
 from proxy.settings import NAMES, size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 

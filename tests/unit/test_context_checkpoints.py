@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from proxy.core.model import FilePart
 from proxy.errors import StateFileMalformed
-from proxy.llama import state_file as state_file_module
+from proxy.llama import files as llama_files
+from proxy.llama.files import read_state_file
 from proxy.llama.state_edits import Source, select_context_checkpoints
-from proxy.llama.state_file import read_state_file
 from tests.unit.compositions import Composition, compositions
 from tests.unit.state_files import (
     appendix,
@@ -93,7 +93,7 @@ def test_selection_leaves_what_is_named_and_adds_what_donors_have(
     for one in donors:
         files[one.slot].write_bytes(one.write())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state_file_module, "PART_BYTES", part_bytes)
+        patch.setattr(llama_files, "PART_BYTES", part_bytes)
         paths = {point: files[one.slot] for point, one in wanted.items()}
         found, after = select(path, composition.write(), own, paths)
     assert found == {p for p, _ in kept + grafts}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.core.messages import Route
 from proxy.errors import NotConvertible
-from proxy.llama.bodies import GenerationBody, as_chat_body, leading_system, parse_body
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
+from proxy.llama.requests import GenerationBody, as_chat_body, leading_system, parse_body
 from tests.lab import messages_bodies, responses_bodies
 from tests.lab.generated_bodies import values
 

@@ -28,7 +28,7 @@ from proxy.explain.sketch import (
     sketch_of,
 )
 from proxy.explain.views import RequestRecord
-from proxy.llama.bodies import GenerationBody, as_chat_body, asked_comparison
+from proxy.llama.requests import GenerationBody, as_chat_body, asked_comparison
 from tests.lab.apis import MESSAGES, events_of
 from tests.lab.mutations import MUTATIONS, OF_MESSAGES, OF_RESPONSES, Mutation, base
 from tests.unit.edits import edit_of_answer, edit_of_stream

@@ -22,7 +22,7 @@ from proxy.doctor.findings import (
     summary,
 )
 from proxy.health import Degradation
-from proxy.llama.state_file import Section
+from proxy.llama.files import Section
 from proxy.settings import Settings
 from proxy.store.known_models import Owner
 from tests.unit.builders import ANY_PREFIX, END_ONLY, RESTORE_POINTS

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from proxy.llama.model_file import SAMPLE_BYTES, fingerprint_model
+from proxy.llama.files import SAMPLE_BYTES, fingerprint_model
 
 N_ELEMENTS = 2 * SAMPLE_BYTES // 4
 

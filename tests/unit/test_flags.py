@@ -2,8 +2,7 @@
 
 import pytest
 
-from proxy.core.launch import Given
-from proxy.llama.flags import Flag, known_names, parse_help, read_given
+from proxy.core.launch import Flag, Given, known_names, parse_help, read_given
 
 HELP = """\
 ----- common params -----

@@ -19,10 +19,8 @@ _SERVES = {"proxy.core", "proxy.explain", "proxy.llama", "proxy.stabilize", "pro
 }
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
-    "proxy.core.conditions": {"proxy.docstrings"},
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
-    "proxy.explain.causes": {"proxy.docstrings"},
     "proxy.explain.judgement": {"proxy.llama.client"},
     "proxy.explain.report": {
         "proxy.errors",
@@ -35,9 +33,9 @@ MAY_IMPORT = {
     },
     "proxy.llama": {"proxy.core", "proxy.errors", "proxy.llama"},
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
-    "proxy.store.directory": {"proxy.llama.state_file"},
-    "proxy.store.offline": {"proxy.docstrings", "proxy.llama.state_file"},
-    "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.state_file"}
+    "proxy.store.directory": {"proxy.llama.files"},
+    "proxy.store.offline": {"proxy.llama.files"},
+    "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.files"}
     | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},
     "proxy.serving": _SERVES | {"proxy.serving"},
     "proxy.serving.fetching": {"proxy.shared"},
@@ -50,14 +48,12 @@ MAY_IMPORT = {
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
     "proxy.cli.look": {"proxy.shared", "proxy.doctor", "proxy.servers", "proxy.serving"},
-    "proxy.docstrings": set(),
-    "proxy.settings": {"proxy.core.sharing", "proxy.docstrings", "proxy.errors"}
+    "proxy.settings": {"proxy.core.conditions", "proxy.core.sharing", "proxy.errors"}
     | {"proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),
     "proxy.tasks": {"proxy.log"},
-    "proxy.metrics": {"proxy.core", "proxy.docstrings", "proxy.explain.causes"}
-    | {"proxy.stabilize.model"},
+    "proxy.metrics": {"proxy.core", "proxy.explain.causes"} | {"proxy.stabilize.model"},
     "proxy.health": {"proxy.core", "proxy.errors", "proxy.log", "proxy.metrics"},
     "proxy.app": {"proxy"},
     "proxy.__main__": {"proxy"},

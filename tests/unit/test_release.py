@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from proxy import __version__
 from proxy.__main__ import main
-from proxy.llama.state_file import SUPPORTED_VERSIONS
+from proxy.llama.files import SUPPORTED_VERSIONS
 from tests.deployment.run_bare import MAX_COMMANDS, read_commands
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY

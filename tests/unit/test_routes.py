@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.messages import Route
-from proxy.llama.routes import (
+from proxy.llama.requests import (
     changes_server_state,
     generation_route,
     is_anthropic,

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StateFileMalformed
-from proxy.llama.state_file import Section, StateFile, read_state_file
+from proxy.llama.files import Section, StateFile, read_state_file
 from tests.unit.state_files import (
     F16_ROW,
     F32_ROW,

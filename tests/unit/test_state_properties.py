@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from tests.unit.compositions import Composition, compositions
 
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StateFileMalformed
+from proxy.llama.files import read_state_file
 from proxy.llama.state_edits import repair_window
-from proxy.llama.state_file import read_state_file
 from tests.unit.compositions import MOST_TOKENS, Attention, Composition, compositions
 from tests.unit.state_files import (
     Cell,

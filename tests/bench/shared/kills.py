@@ -23,8 +23,8 @@ from proxy.core.tokens import Namespace
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
 from proxy.shared.bucket import Bucket
+from proxy.shared.objects import Sealing
 from proxy.shared.remote import Remote
-from proxy.shared.sealing import Sealing
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name

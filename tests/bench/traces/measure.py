@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from proxy.core.messages import Route
-from proxy.llama.state_file import read_state_file
+from proxy.llama.files import read_state_file
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.exact import Exchange, exact_new_tokens

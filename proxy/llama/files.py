@@ -1,17 +1,19 @@
-"""llama-server's slot state files, read as far as the proxy needs them.
+"""llama-server's files, read as far as the proxy needs them: the states of slots, and models.
 
 Owns: the layout of a state file (llama_state_seq_save_file of libllama plus the server's token list and,
-since 0.7.0, its appendices). Reads headers and skips over tensor data, so that a file of many GiB costs a
-few hundred small reads.
+since 0.7.0, its appendices), and that of GGUF. Reads headers and skips over tensor data, so that a file of
+many GiB costs a few hundred small reads.
 
-A file tells its tokens, its context checkpoints and the layout of its cache. It has no checksum and no
-trace of the model: the store and the namespace have these. A state whose composition is not understood is
-*opaque*: its tokens are still known, and the state can be restored and continued at its end.
+A state file tells its tokens, its context checkpoints and the layout of its cache. It has no checksum and
+no trace of the model: the store and the namespace have these. A state whose composition is not understood
+is *opaque*: its tokens are still known, and the state can be restored and continued at its end.
 """
 
 import os
+import re
 import struct
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import xxhash
 
 from proxy.core.tokens import TokenIds
 from proxy.errors import StateFileMalformed
@@ -373,3 +376,86 @@ def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
         state_bytes.append(reader.number("Q"))
         reader.skip(state_bytes[-1])
     return ContextCheckpoint(n_tokens, pos_min, pos_max, offset, tuple(state_bytes))
+
+
+# A fingerprint of a model file: its tensors' names, shapes and first bytes.
+#
+# The metadata is left out on purpose: another chat template in the file changes no state. The
+# log-probability canary detects differences outside the sample (a merged adapter in the middle of a tensor,
+# a rope flag).
+
+
+SAMPLE_BYTES = 64 << 10
+MAX_NAME_BYTES = 64 << 10
+_STRING, _ARRAY = 8, 9
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+def fingerprint_model(path: Path) -> str | None:
+    """Return a hex digest over all parts of the model at *path*, or None if it is not readable GGUF."""
+    digest = xxhash.xxh3_128()
+    try:
+        for part in _parts(path):
+            with part.open("rb") as file:
+                for sample in _samples(Reader(file, os.fstat(file.fileno()).st_size)):
+                    digest.update(sample)
+    except (OSError, KeyError, ArithmeticError, StateFileMalformed):
+        return None
+    return digest.hexdigest()
+
+
+def _parts(path: Path) -> list[Path]:
+    match = _SPLIT_NAME.search(path.name)
+    if not match:
+        return [path]
+    stem, n_parts = path.name[: match.start()], int(match.group(2))
+    return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+def _samples(reader: Reader) -> Iterator[bytes]:
+    """Yield the tensor directory, then the first bytes of each tensor."""
+    require(reader.bytes(4) == b"GGUF", "is not a GGUF file")
+    _, n_tensors, n_fields = reader.numbers("IQQ")
+    alignment = 32
+    for _ in range(n_fields):
+        name = _read_name(reader)
+        value = _read_value(reader, reader.number())
+        if name == b"general.alignment" and isinstance(value, bytes):
+            alignment = int.from_bytes(value, "little")
+    directory = reader.position
+    offsets = sorted(_read_tensor_offset(reader) for _ in range(n_tensors))
+    data = -(-reader.position // alignment) * alignment
+    n_bytes, reader.position = reader.position - directory, directory
+    yield reader.bytes(n_bytes)
+    for offset, end in pairwise([*offsets, reader.size_bytes - data]):
+        reader.position = data + offset
+        yield reader.bytes(min(SAMPLE_BYTES, end - offset))
+
+
+def _read_name(reader: Reader) -> bytes:
+    n_bytes = reader.number("Q")
+    require(n_bytes <= MAX_NAME_BYTES, "has no name where one should be")
+    return reader.bytes(n_bytes)
+
+
+def _read_value(reader: Reader, value_type: int) -> bytes | None:
+    """Read a metadata value; only scalars are returned, the rest is skipped."""
+    if value_type == _STRING:
+        reader.skip(reader.number("Q"))
+    elif value_type != _ARRAY:
+        return reader.bytes(_SCALAR_BYTES[value_type])
+    else:
+        element_type, n_elements = reader.numbers("IQ")
+        if element_type in _SCALAR_BYTES:
+            reader.skip(_SCALAR_BYTES[element_type] * n_elements)
+        else:
+            for _ in range(n_elements):
+                _read_value(reader, element_type)
+    return None
+
+
+def _read_tensor_offset(reader: Reader) -> int:
+    _read_name(reader)
+    reader.skip(8 * reader.number() + 4)
+    return reader.number("Q")
