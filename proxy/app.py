@@ -18,7 +18,7 @@ from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint, RuleKind
-from proxy.core.slots import SlotState, state_of
+from proxy.core.slots import SLOT_STATES, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
@@ -252,7 +252,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     for state in State:
         metrics.state.labels(state).set(shared.everywhere.state is state)
     slots = Counter(state_of(slot) for process in processes for slot in process.slots)
-    for held in SlotState:
+    for held in SLOT_STATES:
         metrics.slots.labels(held).set(slots[held])
     rules = {str(process.rule) for process in processes if process.can_cache}
     for kind in RuleKind:

@@ -26,10 +26,6 @@ class SettingsError(Exception):
     """A setting is unknown or has an impossible value; the message says where, and what is allowed."""
 
 
-class LlamaServerDied(Exception):
-    """The llama-server that the proxy started has ended by itself; the message says how."""
-
-
 class CacheFault(Exception):
     """Something in the cache did not work; the request is served without it."""
 
@@ -100,10 +96,6 @@ class UpstreamRefused(UpstreamFault):
 
 class WillBeRefused(CacheFault):
     """llama-server will refuse a request before it reaches a slot; the message says why."""
-
-
-class NotConvertible(CacheFault):
-    """A request body cannot be brought into the chat form; the message says which part of it."""
 
 
 class SaveRejected(CacheFault):

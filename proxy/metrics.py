@@ -20,7 +20,7 @@ from proxy.core.conditions import DegradationKind, State, docstrings_of_fields
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
-from proxy.core.slots import SlotState
+from proxy.core.slots import SLOT_STATES
 from proxy.explain.causes import Cause, PromptPart
 from proxy.stabilize.model import Name
 
@@ -201,7 +201,7 @@ class Metrics:
     """
     left_out_tokens = _counter()
     """Prompt tokens that were left out of these requests."""
-    slots = _gauge(state=SlotState)
+    slots = _gauge(state=SLOT_STATES)
     """Slots of llama-server by state: leased (in use), or free with content that is known, empty or
     unknown.
     """

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,17 @@ from proxy.core.launch import (
     variables_of,
 )
 from proxy.core.rates import seconds_in_words
-from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
+from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
 from proxy.log import configure_logging, get_logger
-from proxy.run.process import Supervisor, free_port, port_refusal, read_help, split_command
+from proxy.run.process import (
+    IsReady,
+    free_port,
+    keep_running,
+    port_refusal,
+    read_help,
+    split_command,
+)
 from proxy.settings import (
     NAMES,
     SCHEMA,
@@ -60,15 +68,16 @@ def serve(config: Path | None, **flags: Any) -> None:
     _serve(settings_of(flags, config))
 
 
-def _serve(
-    settings: Settings, supervisor: Supervisor | None = None, launch: Launch | None = None
-) -> None:
-    """Serve until a signal stops it; a *supervisor* runs the llama-server behind the proxy.
+RunServer = Callable[[IsReady], Coroutine[Any, Any, str]]
+"""Runs the llama-server behind the proxy; returns how it ended by itself."""
 
-    Raises LlamaServerDied.
-    """
+
+def _serve(
+    settings: Settings, run_server: RunServer | None = None, launch: Launch | None = None
+) -> str | None:
+    """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
     try:
-        uvloop.run(_serve_until_told(settings, supervisor, launch), loop_factory=EventLoop)
+        return uvloop.run(_serve_until_told(settings, run_server, launch), loop_factory=EventLoop)
     except SettingsError as error:
         fail(error, Exit.USAGE)
     except (StoreLocked, OSError) as error:
@@ -85,22 +94,21 @@ def _serve(
 
 
 async def _serve_until_told(
-    settings: Settings, supervisor: Supervisor | None, launch: Launch | None
-) -> None:
-    """Run the proxy until a signal stops it; raises LlamaServerDied, and as run_proxy does."""
+    settings: Settings, run_server: RunServer | None, launch: Launch | None
+) -> str | None:
+    """Run the proxy as `_serve` says; raises as run_proxy does."""
     configure_logging(settings.log_level, settings.log_format)
     is_told, log = told_to_stop(), get_logger("main")
-    running: asyncio.Task[None] | None = None
+    running: asyncio.Task[str] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
         async with run_proxy(settings, launch=launch) as proxy:
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
             says = f"serving {settings.upstream}: {_listeners(settings)}"
-            log.info("serving", **of, says="" if supervisor else says)
+            log.info("serving", **of, says="" if run_server else says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
-            if supervisor is not None:
-                supervisor.is_ready = proxy.pool.are_met
-                running = asyncio.ensure_future(supervisor.run())
+            if run_server is not None:
+                running = asyncio.ensure_future(run_server(proxy.pool.are_met))
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if is_told.is_set():
@@ -113,9 +121,10 @@ async def _serve_until_told(
         if running is not None:
             running.cancel()
             await asyncio.wait({running})
-            if not running.cancelled():
-                running.result()  # raises LlamaServerDied if it had ended by itself
+    if running is not None and not running.cancelled():
+        return running.result()
     log.info("stopped", says="stopped")
+    return None
 
 
 def told_to_stop() -> asyncio.Event:
@@ -190,19 +199,18 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     configure_logging(settings.log_level, settings.log_format)
     _tell(launch, is_upstream_given="upstream" in merged)
 
-    supervisor = Supervisor(
+    run_server = partial(
+        keep_running,
         [*program, *arguments, *launch.added],
         launch.environment,
         restarts=restart,
         is_shown=settings.log_level == "debug",
         says_ready=f"ready: {_listeners(settings)}",
     )
-    try:
-        _serve(settings, supervisor, launch)
-    except LlamaServerDied as error:
+    if end := _serve(settings, run_server, launch):
         path = launch.model_path
         is_missing = path and not Path(path).exists()
-        fail(f"there is no model file {path}" if is_missing else error, Exit.LLAMA_SERVER_DIED)
+        fail(f"there is no model file {path}" if is_missing else end, Exit.LLAMA_SERVER_DIED)
 
 
 def _tell(launch: Launch, *, is_upstream_given: bool) -> None:

@@ -31,7 +31,6 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
 
 import xxhash
 
@@ -353,13 +352,6 @@ def first_score(checkpoint: Checkpoint) -> float:
     return score_of(checkpoint, [LostRange(0, checkpoint.n_tokens, checkpoint.kind, used_at)])
 
 
-class Eviction(NamedTuple):
-    """The checkpoints to remove, and the scores of those that were compared with them and stay."""
-
-    victims: list[Checkpoint]
-    scores: dict[CheckpointId, float]
-
-
 def choose_victims(
     checkpoints: Iterable[Checkpoint],
     n_bytes_to_free: int,
@@ -369,13 +361,13 @@ def choose_victims(
     in_use: Collection[CheckpointId] = (),
     quarantined: Collection[CheckpointId] = (),
     being_replaced: Collection[CheckpointId] = (),
-) -> Eviction:
-    """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*.
+) -> tuple[list[Checkpoint], dict[CheckpointId, float]]:
+    """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*, and the others' scores.
 
-    *checkpoints* are ordered by score, the lowest first. N_COMPARED of them are compared at a time, and
-    more if all of these are of a high rank. *relatives* returns a checkpoint itself and those that share a
-    prefix with it. No checkpoint that is pinned or *in_use* is returned, even if too few bytes are freed
-    then.
+    The scores are of those that were compared and stay. *checkpoints* are ordered by score, the lowest
+    first. N_COMPARED of them are compared at a time, and more if all of these are of a high rank.
+    *relatives* returns a checkpoint itself and those that share a prefix with it. No checkpoint that is
+    pinned or *in_use* is returned, even if too few bytes are freed then.
     """
     gone: set[CheckpointId] = set()
     compared: dict[CheckpointId, tuple[Checkpoint, Sequence[Relative]]] = {}
@@ -416,4 +408,4 @@ def choose_victims(
         n_bytes_to_free -= victim.size_bytes
         gone.add(victim.id)
     kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
-    return Eviction(victims, {c.id: score_of(c, lost_with(c)) for c in kept})
+    return victims, {c.id: score_of(c, lost_with(c)) for c in kept}

@@ -30,6 +30,10 @@ REMINDER_TAG = "<system-reminder>"
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 
 
+class UnknownShape(Exception):
+    """A part of a body that the proxy cannot read; the message says which, and quotes no text of it."""
+
+
 def object_in(raw: bytes | str) -> dict[str, Any] | None:
     """Return a text parsed as a JSON object; None if it is anything else, or nested too deeply."""
     try:

@@ -209,22 +209,16 @@ class Slot:
         return self.sources if is_saving or not self.has_answered else ()
 
 
-class SlotState(StrEnum):
-    """A slot in one word, for operators."""
-
-    LEASED = "leased"
-    KNOWN = "known"
-    EMPTY = "empty"
-    UNKNOWN = "unknown"
+SLOT_STATES = ("leased", "known", "empty", "unknown")
 
 
-def state_of(slot: Slot) -> SlotState:
-    """Return whether a slot is in use and, if it is not, what is known of its content."""
+def state_of(slot: Slot) -> str:
+    """Return one of SLOT_STATES: whether a slot is in use, else what is known of its content."""
     if slot.is_leased:
-        return SlotState.LEASED
+        return "leased"
     if isinstance(slot.content, Known):
-        return SlotState.KNOWN
-    return SlotState.EMPTY if isinstance(slot.content, Empty) else SlotState.UNKNOWN
+        return "known"
+    return "empty" if isinstance(slot.content, Empty) else "unknown"
 
 
 def n_busy(slots: Iterable[Slot]) -> int:

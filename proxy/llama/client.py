@@ -106,14 +106,11 @@ class Saved(msgspec.Struct):
 
 
 class Probability(msgspec.Struct):
+    """A token's log-probability; with a generated token come the likeliest tokens at its position."""
+
     id: int
     logprob: float
-
-
-class Likeliest(msgspec.Struct):
-    """The likeliest tokens at the position of a generated token."""
-
-    top_logprobs: list[Probability]
+    top_logprobs: list["Probability"] = []
 
 
 class TokenPiece(msgspec.Struct):
@@ -372,7 +369,7 @@ class LlamaServer:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         wanted = {"n_predict": 1, "n_probs": 10, "temperature": 0.0, "id_slot": slot_id}
         fields = {"prompt": tokens.tolist(), **_FROM_NOTHING, **wanted}
-        reply = await self._complete(list[Likeliest], fields, key="completion_probabilities")
+        reply = await self._complete(list[Probability], fields, key="completion_probabilities")
         if not reply:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
         return [(p.id, p.logprob) for p in reply[0].top_logprobs]

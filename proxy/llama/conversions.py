@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.core.messages import list_of, member, text_of
-from proxy.errors import NotConvertible
+from proxy.core.messages import UnknownShape, list_of, member, text_of
 
 Message = dict[str, Any]
 
@@ -26,10 +25,10 @@ _SHOWN = ("text", "image")
 
 
 def chat_of_messages(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat body that llama-server makes of a /v1/messages body; raises NotConvertible."""
+    """Return the chat body that llama-server makes of a /v1/messages body; raises UnknownShape."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise NotConvertible("messages are not a list of objects")
+        raise UnknownShape("messages are not a list of objects")
     converted = [c for m in messages for c in _converted(m)]
     system = fields.get("system")
     if system is not None:
@@ -142,14 +141,14 @@ def _tool_of_messages(tool: Any) -> dict[str, Any]:
 
 
 def chat_of_responses(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat body that llama-server makes of a /v1/responses body; raises NotConvertible."""
+    """Return the chat body that llama-server makes of a /v1/responses body; raises UnknownShape."""
     if text_of(fields, "previous_response_id"):
-        raise NotConvertible("previous_response_id")
+        raise UnknownShape("previous_response_id")
     chat = {key: value for key, value in fields.items() if key != "tools"}
     chat["messages"] = _messages(fields)
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
-        raise NotConvertible("tools are not a list")
+        raise UnknownShape("tools are not a list")
     if functions := _of_kind(tools, "function"):
         described = [{k: v for k, v in tool.items() if k != "type"} for tool in functions]
         chat["tools"] = [
@@ -170,10 +169,10 @@ def _messages(fields: Mapping[str, Any]) -> list[Message]:
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     if not isinstance(items, list):
-        raise NotConvertible("input is neither a string nor a list")
+        raise UnknownShape("input is neither a string nor a list")
     for item in items:
         if not isinstance(item, dict):
-            raise NotConvertible("an item of the input is not an object")
+            raise UnknownShape("an item of the input is not an object")
         content = item.get("content")
         if isinstance(content, str):
             item = {**item, "content": [{"type": "input_text", "text": content}]}
@@ -205,11 +204,11 @@ def _add_item(item: Message, messages: list[Message]) -> None:
     elif kind == "reasoning" and isinstance(item.get("summary"), list):
         parts = list_of(content)
         if not parts or not _has_texts(parts[0], "text"):
-            raise NotConvertible("a reasoning item without its text")
+            raise UnknownShape("a reasoning item without its text")
         answer = _answer(messages, {"role": "assistant", "content": []})
         answer["reasoning_content"] = parts[0]["text"]
     else:
-        raise NotConvertible(f"an item of the input of type {kind!r} and role {role!r}")
+        raise UnknownShape(f"an item of the input of type {kind!r} and role {role!r}")
 
 
 def _answer(messages: list[Message], fresh: Message) -> Message:
@@ -224,15 +223,15 @@ def _has_texts(item: Any, *keys: str) -> bool:
 
 
 def _input_part(part: Any) -> dict[str, Any]:
-    """Return a part of an input message in the chat form; raises NotConvertible for files."""
+    """Return a part of an input message in the chat form; raises UnknownShape for files."""
     if text_of(part, "type") == "input_image" and "image_url" in part:
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     return _text_part(part, "input_text")
 
 
 def _text_part(part: Any, *kinds: str) -> dict[str, Any]:
-    """Return a text part of one of the *kinds* in the chat form; raises NotConvertible for other parts."""
+    """Return a text part of one of the *kinds* in the chat form; raises UnknownShape for other parts."""
     kind = text_of(part, "type")
     if kind in kinds and _has_texts(part, "text"):
         return {"text": part["text"], "type": "text"}
-    raise NotConvertible(f"a part of type {kind!r}")
+    raise UnknownShape(f"a part of type {kind!r}")

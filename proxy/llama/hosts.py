@@ -162,13 +162,6 @@ _UPSTREAM = "/upstream/"
 _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
-class _Run(msgspec.Struct):
-    """An entry of llama-swap's GET /running."""
-
-    model: str
-    state: str = "ready"
-
-
 class Swap(ModelHost):
     """llama-swap (its README and proxymanager.go).
 
@@ -185,13 +178,14 @@ class Swap(ModelHost):
         self._resolved: dict[str, str] = {}
         self._unsettled: set[str] = set()
 
-    async def running(self) -> list[_Run]:
-        return await self._root.call(
-            "GET", "/running", list[_Run], key="running", seconds=QUICK_SECONDS
-        )
+    async def running(self) -> list[dict[str, Any]]:
+        """Return the entries of GET /running."""
+        kind = list[dict[str, Any]]
+        return await self._root.call("GET", "/running", kind, key="running", seconds=QUICK_SECONDS)
 
     async def models(self) -> Models:
-        loaded = frozenset(run.model for run in await self.running() if run.state == "ready")
+        ready = (run for run in await self.running() if member(run, "state", "ready") == "ready")
+        loaded = frozenset(text_of(run, "model") for run in ready)
         names: dict[str, str] = {}
         for entry in await self._root.models():
             # An entry is a model, another name of a model, or a model of another llama-swap.

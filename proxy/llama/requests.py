@@ -13,10 +13,17 @@ from typing import Any
 import msgspec
 import xxhash
 
-from proxy.core.messages import Route, list_of, member, n_leading_system, object_in, text_of
+from proxy.core.messages import (
+    Route,
+    UnknownShape,
+    list_of,
+    member,
+    n_leading_system,
+    object_in,
+    text_of,
+)
 from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
-from proxy.errors import NotConvertible
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 # llama-server's routes by their use of slots (tools/server/server.cpp). A route that is not listed here
@@ -165,7 +172,7 @@ def _text_read(raw: bytes) -> bytes:
 
 
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
-    """Return a body in the chat form that renders the same prompt; raises NotConvertible.
+    """Return a body in the chat form that renders the same prompt; raises UnknownShape.
 
     A converted body is only for /apply-template, and has only the fields needed there.
     """
@@ -185,7 +192,7 @@ def chat_form(
         return (None, reason) if reason is not None else (body, None)
     try:
         chat = as_chat_body(route, body)
-    except NotConvertible as why:
+    except UnknownShape as why:
         return None, str(why)
     reason = chat_reason(chat)
     return (None, reason) if reason is not None else (chat, None)

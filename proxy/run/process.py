@@ -16,11 +16,10 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
-from proxy.errors import LlamaServerDied, SettingsError, in_words
+from proxy.errors import SettingsError, in_words
 from proxy.log import get_logger
 
 # Before the start: which build is this, and is its port free?
@@ -214,64 +213,68 @@ _STEADY_SECONDS = 60.0
 """If a process was ready for this long, the count of failures begins at zero again."""
 
 
-@dataclass
-class Supervisor:
-    """Runs one llama-server command with `environment` added to ours.
+IsReady = Callable[[], Awaitable[bool]]
 
-    `is_shown` sends its output to our stderr. `says_ready` is logged once `is_ready` returns True.
+
+async def keep_running(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    is_ready: IsReady,
+    *,
+    restarts: bool,
+    is_shown: bool,
+    says_ready: str,
+) -> str:
+    """Run llama-server with *environment* added to ours until cancelled, then stop it.
+
+    If cancelled once more, kill it. *is_shown* sends its output to our stderr. *says_ready* is logged once
+    *is_ready* returns True. Returns how llama-server ended by itself, unless it has been ready and
+    *restarts* is set: a command that never worked will not work the next time either.
     """
+    n_failures = 0
+    has_been_ready = False
+    while True:
+        process = await LlamaProcess.start(command, environment, is_shown=is_shown)
+        end, ready_seconds = await _outlast(process, is_ready, says_ready)
+        has_been_ready = has_been_ready or ready_seconds is not None
+        if not (restarts and has_been_ready):
+            return end
+        n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
+        delay_seconds = restart_delay_seconds(n_failures)
+        says = f"{end}\nIt is started again in {delay_seconds:.0f} s"
+        get_logger("llama-server").error(end, restart_in_seconds=delay_seconds, says=says)
+        await asyncio.sleep(delay_seconds)
 
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    restarts: bool
-    is_shown: bool
-    says_ready: str
-    is_ready: Callable[[], Awaitable[bool]] = field(init=False)
 
-    async def run(self) -> None:
-        """Run llama-server until cancelled, then stop it; if cancelled once more, kill it.
+async def _outlast(
+    process: LlamaProcess, is_ready: IsReady, says_ready: str
+) -> tuple[str, float | None]:
+    """Return a process's end in words, and how long it had been ready, None if never."""
+    get_logger("llama-server").info("started llama-server", pid=process.pid)
+    ended = asyncio.ensure_future(process.wait())
+    try:
+        ready_at = await _await_ready(ended, is_ready, says_ready)
+        how = await ended
+    finally:
+        ended.cancel()
+        await process.stop(STOP_SECONDS)
+        said = process.last_words
+        process.close()
+    if ready_at is None:
+        return f"llama-server died before it was ready: {how}{said}", None
+    return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
-        Raises LlamaServerDied when llama-server ends by itself, unless it has been ready and `restarts` is
-        set: a command that never worked will not work the next time either.
-        """
-        n_failures = 0
-        has_been_ready = False
-        while True:
-            end, ready_seconds = await self._run_once()
-            has_been_ready = has_been_ready or ready_seconds is not None
-            if not (self.restarts and has_been_ready):
-                raise LlamaServerDied(end)
-            n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
-            delay_seconds = restart_delay_seconds(n_failures)
-            says = f"{end}\nIt is started again in {delay_seconds:.0f} s"
-            get_logger("llama-server").error(end, restart_in_seconds=delay_seconds, says=says)
-            await asyncio.sleep(delay_seconds)
 
-    async def _run_once(self) -> tuple[str, float | None]:
-        """Run a process; return its end in words, and how long it had been ready, None if never."""
-        process = await LlamaProcess.start(self.command, self.environment, is_shown=self.is_shown)
-        get_logger("llama-server").info("started llama-server", pid=process.pid)
-        ended = asyncio.ensure_future(process.wait())
-        try:
-            ready_at = await self._await_ready(ended)
-            how = await ended
-        finally:
-            ended.cancel()
-            await process.stop(STOP_SECONDS)
-            said = process.last_words
-            process.close()
-        if ready_at is None:
-            return f"llama-server died before it was ready: {how}{said}", None
-        return f"llama-server died: {how}{said}", time.monotonic() - ready_at
-
-    async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
-        """Return the time when it was ready, None if it ended first; a large model loads for minutes."""
-        began = time.monotonic()
-        while not ended.done():
-            if await self.is_ready():
-                now, log = time.monotonic(), get_logger("llama-server")
-                seconds = round(now - began, 1)
-                log.info("llama-server is ready", after_seconds=seconds, says=self.says_ready)
-                return now
-            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-        return None
+async def _await_ready(
+    ended: "asyncio.Future[str]", is_ready: IsReady, says_ready: str
+) -> float | None:
+    """Return the time when llama-server was ready, None if it ended first; loading can take minutes."""
+    began = time.monotonic()
+    while not ended.done():
+        if await is_ready():
+            now, log = time.monotonic(), get_logger("llama-server")
+            seconds = round(now - began, 1)
+            log.info("llama-server is ready", after_seconds=seconds, says=says_ready)
+            return now
+        await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+    return None

@@ -10,6 +10,7 @@ import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -56,34 +57,31 @@ Adopted = dict[SlotId, SavedSlot]
 _FEW_TOKENS = token_ids(range(1, 9))
 
 
-class ModelIdentity(msgspec.Struct, frozen=True):
-    """A model with its adapters, as llama-server and the model file describe them.
+Identity = dict[str, Any]
+"""A model with its adapters, as llama-server and the model file describe them; it is only hashed.
 
-    Identity, layout of the cache and canary make a namespace; only the canary needs an evaluation.
+Identity, layout of the cache and canary make a namespace; only the canary needs an evaluation.
+"""
+
+
+async def read_identity(upstream: LlamaServer, props: Props) -> tuple[Identity, int]:
+    """Ask llama-server for its model, and read the model file if possible; raises UpstreamFault.
+
+    Returns how many tokens the vocabulary has, too.
     """
-
-    model: str
-    n_vocab: int
-    n_params: int
-    size_bytes: int
-    modalities: dict[str, object]
-    adapters: tuple[tuple[int, str, float], ...]
-
-
-async def read_identity(upstream: LlamaServer, props: Props) -> ModelIdentity:
-    """Ask llama-server for its model, and read the model file if possible; raises UpstreamFault."""
     meta = await upstream.model_meta()
     adapters = await upstream.lora_adapters()
     path = Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)
-    return ModelIdentity(
-        model=fingerprint or f"{path} {meta.size}",
-        n_vocab=meta.n_vocab,
-        n_params=meta.n_params,
-        size_bytes=meta.size,
-        modalities=props.modalities,
-        adapters=tuple((a.id, a.path, a.scale) for a in adapters),
-    )
+    identity = {
+        "model": fingerprint or f"{path} {meta.size}",
+        "n_vocab": meta.n_vocab,
+        "n_params": meta.n_params,
+        "size_bytes": meta.size,
+        "modalities": props.modalities,
+        "adapters": [(a.id, a.path, a.scale) for a in adapters],
+    }
+    return identity, meta.n_vocab
 
 
 async def attach(
@@ -224,8 +222,8 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
 async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
-    identity = await read_identity(upstream, props)
-    fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
+    identity, n_vocab = await read_identity(upstream, props)
+    fixed = token_ids(token % max(1, n_vocab) for token in CANARY_TOKENS)
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
     canary = await upstream.canary(slot_id, tokens)
@@ -249,7 +247,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     table.set_content(slot_id, Empty())
 
 
-def _static(identity: ModelIdentity, state: StateFile) -> str:
+def _static(identity: Identity, state: StateFile) -> str:
     """Return the key of a model before its canary is known: its identity and the form of its states.
 
     With drafting, llama-server restores a state without a draft state too, and every state that it saves
@@ -260,9 +258,7 @@ def _static(identity: ModelIdentity, state: StateFile) -> str:
     return xxhash.xxh3_128_hexdigest(told)
 
 
-async def _recognize(
-    process: Process, identity: ModelIdentity, canary: list[tuple[int, float]]
-) -> None:
+async def _recognize(process: Process, identity: Identity, canary: list[tuple[int, float]]) -> None:
     """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
     for namespace, checkpoint in {c.namespace: c for c in store}.items():

@@ -17,7 +17,14 @@ import msgspec
 import xxhash
 from cachetools import FIFOCache
 
-from proxy.core.messages import Route, list_of, n_leading_system, text_of, without_reminders
+from proxy.core.messages import (
+    Route,
+    UnknownShape,
+    list_of,
+    n_leading_system,
+    text_of,
+    without_reminders,
+)
 
 
 class Name(StrEnum):
@@ -145,10 +152,6 @@ Json = dict[str, Any]
 
 _SYSTEM_FIELDS = {Route.MESSAGES: "system", Route.RESPONSES: "instructions"}
 """The field of the system prompt on routes where it is not the first message."""
-
-
-class UnknownShape(Exception):
-    """Part of a body is not as the API describes it; the message says which part, but does not quote it."""
 
 
 def why_failed(error: Exception) -> str:

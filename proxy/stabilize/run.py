@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.json import encode
 
-from proxy.core.messages import CONVERSATIONS, Route, is_system
+from proxy.core.messages import CONVERSATIONS, Route, UnknownShape, is_system
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
 from proxy.stabilize.model import (
@@ -22,7 +22,6 @@ from proxy.stabilize.model import (
     Memory,
     Name,
     RequestFacts,
-    UnknownShape,
     messages_of,
     why_failed,
 )

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
+from proxy.core.messages import (
+    Route,
+    UnknownShape,
+    has_reminder,
+    member,
+    object_in,
+    text_of,
+    without_reminders,
+)
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
 from proxy.stabilize.model import (
     COUNT,
@@ -21,7 +29,6 @@ from proxy.stabilize.model import (
     ID,
     Draft,
     Json,
-    UnknownShape,
     call_key,
     key_of,
     plain_text,
@@ -40,15 +47,9 @@ _LINE_WITH_ID = re.compile(rf"(?m)^.*?(?:{ID.pattern}).*$")
 _LINE_WITH_COUNT = re.compile(rf"(?m)^.*?(?:{COUNT.pattern}).*$")
 
 
-class _Held(msgspec.Struct):
-    """The first words of each place, and what the model was told since.
-
-    Each entry of `told` is the number of a message, the text behind that message, and the words of the
-    places that differed from their first words.
-    """
-
-    first: dict[str, str] = {}
-    told: list[tuple[int, str, dict[str, str]]] = []
+_Told = tuple[int, str, dict[str, str]]
+"""The number of a message, the text behind it that told the model, and the words of the places that
+differed from their first words then."""
 
 
 class _Changing(NamedTuple):
@@ -102,7 +103,8 @@ class _Holding:
         self._draft = draft
         self._kind = kind
         self._key = draft.key(f"held {kind.name}")
-        self._held = msgspec.convert(draft.recall(self._key) or {}, _Held)
+        self._held = draft.recall(self._key) or {}
+        """As decoded: the `first` words of each place, and what the model was `told` since."""
         self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
         newest = draft.messages[-1]
         self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
@@ -120,7 +122,7 @@ class _Holding:
         for index, text, _ in (told := self._told()):
             _tell(draft, index, text)
         if self._first:
-            draft.lessons[self._key] = _Held(self._first, told)
+            draft.lessons[self._key] = {"first": self._first, "told": told}
 
     def _rewrite(self, where: str, text: str) -> str:
         return self._kind.pattern.sub(partial(self._kept, where), text)
@@ -148,7 +150,7 @@ class _Holding:
         place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
-        first = self._held.first.get(place)
+        first = self._held.get("first", {}).get(place)
         if first is None and self._kind.is_shared:
             shared = self._draft.memory.get(place)
             if shared not in (None, words) and not self._can_tell:
@@ -159,10 +161,10 @@ class _Holding:
             self._now[place] = words
         return self._first[place]
 
-    def _told(self) -> list[tuple[int, str, dict[str, str]]]:
+    def _told(self) -> list[_Told]:
         """Return what the model was told in this conversation, and is told now."""
         messages, now = self._draft.messages, self._now
-        told = [one for one in self._held.told if one[0] < len(messages) - 1]
+        told = [one for one in self._held.get("told", ()) if one[0] < len(messages) - 1]
         before = told[-1][2] if told else {}
         changed = [words for place, words in now.items() if before.get(place) != words]
         changed += [self._first[p] for p in before if p in self._first and p not in now]

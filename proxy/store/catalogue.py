@@ -226,7 +226,7 @@ class Catalogue:
         first = {*self._quarantined, *self._devalued}
         others = (i for i in self.index.least_valuable() if i not in first)
         get = cache(self.get)
-        choice = choose_victims(
+        victims, scores = choose_victims(
             self._those(chain(first, others)),
             n_bytes,
             lambda checkpoint: self._relatives(checkpoint, get),
@@ -235,8 +235,8 @@ class Catalogue:
             quarantined=self._quarantined,
             being_replaced=replaces,
         )
-        self._scores |= choice.scores
-        return choice.victims
+        self._scores |= scores
+        return victims
 
     def _relatives(self, checkpoint: Checkpoint, get: Get) -> list[Relative]:
         """Return a checkpoint, and the checkpoints that share most of its tokens."""

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -122,13 +121,8 @@ def decode_sidecar(data: bytes) -> Sidecar | None:
     return None
 
 
-class Lost(StrEnum):
-    """Why a state cannot be entered again."""
-
-    NO_RECORD = "the record beside a state is gone or damaged"
-    NO_MODEL = "it is not known which model a state is of"
-    NOT_AS_SAVED = "a state is not what its record says"
-    UNREADABLE = "a state cannot be read"
+UNREADABLE = "a state cannot be read"
+_NOT_AS_SAVED = "a state is not what its record says"
 
 
 @dataclass
@@ -141,8 +135,8 @@ class Rebuild:
 
     reason: str
     n_entered: int = 0
-    lost: dict[str, Lost] = field(default_factory=dict)
-    """By file name."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Why, by file name; what is UNREADABLE may be read another time."""
 
     @property
     def words(self) -> str:
@@ -355,33 +349,36 @@ class StoreDirectory:
         names = iter(self._states_without_entry())
         while batch := list(islice(names, _ENTERED_AT_ONCE)):
             found = {name: self._entry_of(name) for name in batch}
-            rebuild.lost |= {name: why for name, why in found.items() if isinstance(why, Lost)}
-            entries = [entry for entry in found.values() if not isinstance(entry, Lost)]
+            rebuild.lost |= {name: why for name, why in found.items() if isinstance(why, str)}
+            entries = [entry for entry in found.values() if not isinstance(entry, str)]
             self.index.put(*entries)
             rebuild.n_entered += len(entries)
         for name, why in rebuild.lost.items():
-            if why is not Lost.UNREADABLE:
+            if why != UNREADABLE:
                 with suppress(OSError):
                     self.files.remove(name)
-        if Lost.UNREADABLE not in rebuild.lost.values():
+        if UNREADABLE not in rebuild.lost.values():
             self.index.end_rebuild()
 
-    def _entry_of(self, name: str) -> Entry | Lost:
-        """Return the entry of a state, from the record beside it; enter its model and tenant at once."""
+    def _entry_of(self, name: str) -> Entry | str:
+        """Return the entry of a state, from the record beside it, or why there is none.
+
+        The model and tenant of the state are entered at once.
+        """
         try:
             if (sidecar := self.read_sidecar(name)) is None:
-                return Lost.NO_RECORD
+                return "the record beside a state is gone or damaged"
             if sidecar.owner is None:
-                return Lost.NO_MODEL
+                return "it is not known which model a state is of"
             namespace = introduce(self.index, sidecar.owner)
             checkpoint = replace(sidecar.checkpoint, namespace=namespace)
             tokens = read_state_file(self.files.path(name)).tokens
         except StateFileMalformed:
-            return Lost.NOT_AS_SAVED
+            return _NOT_AS_SAVED
         except OSError:
-            return Lost.UNREADABLE
+            return UNREADABLE
         if len(tokens) != checkpoint.n_tokens or not self.has_file(checkpoint):
-            return Lost.NOT_AS_SAVED
+            return _NOT_AS_SAVED
         return checkpoint, tokens, hash_prefixes(namespace, tokens)
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import xxhash
 
-from proxy.core.messages import Route
+from proxy.core.messages import Route, UnknownShape
 from proxy.core.model import FilePart
-from proxy.errors import CacheFault, NotConvertible, StateFileMalformed
+from proxy.errors import CacheFault, StateFileMalformed
 from proxy.llama.answers import AnswerReader, TrueUsage
 from proxy.llama.files import read_state_file
 from proxy.llama.requests import (
@@ -145,7 +145,7 @@ def _bodies(route: Route) -> list[bytes]:
         bodies = [responses_bodies.AGENT, *responses_bodies.ACCEPTED.values()]
     elif route is Route.CHAT:
         for body in messages_bodies.ACCEPTED.values():
-            with suppress(NotConvertible):
+            with suppress(UnknownShape):
                 parsed = parse_body(json.dumps(body).encode())
                 assert parsed is not None
                 bodies.append(as_chat_body(Route.MESSAGES, parsed).fields)
@@ -165,7 +165,7 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to
             header_request(route, body, is_whole=False)
         if bypass_reason(route, body) is None and route is not Route.COMPLETION:
-            with suppress(NotConvertible):
+            with suppress(UnknownShape):
                 chat = as_chat_body(route, body)
                 if chat_reason(chat) is None:
                     chat.shape("/v1/x")

@@ -115,7 +115,7 @@ class Generation:
         end = {"stop": True, "id_slot": self.slot_id, "timings": self.timings}
         if self.has_probabilities:
             likely = [{"id": 1000 + i, "logprob": -1.0 - i} for i in range(10)]
-            end["completion_probabilities"] = [{"top_logprobs": likely}]
+            end["completion_probabilities"] = [{**likely[0], "top_logprobs": likely}]
         return end
 
     def _anthropic_usage(self) -> dict[str, int]:

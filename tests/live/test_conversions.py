@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from proxy.core.messages import UnknownShape
 from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace
-from proxy.errors import NotConvertible, UpstreamRefused
+from proxy.errors import UpstreamRefused
 from proxy.llama import client as llama_server
 from proxy.llama.client import Target
 from proxy.llama.connection import new_session
@@ -47,7 +48,7 @@ class Server:
         """Return the prompt as the proxy reads it, or None if it cannot."""
         try:
             return asyncio.run(self._read(path, raw, rule))
-        except (NotConvertible, UpstreamRefused):
+        except (UnknownShape, UpstreamRefused):
             return None
 
     async def _read(self, path: str, raw: bytes, rule: Rule) -> Prompt:

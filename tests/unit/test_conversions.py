@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.messages import Route
-from proxy.errors import NotConvertible
+from proxy.core.messages import Route, UnknownShape
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 from proxy.llama.requests import GenerationBody, as_chat_body, leading_system, parse_body
 from tests.lab import messages_bodies, responses_bodies
@@ -55,7 +54,7 @@ def test_conversion_of_anything_is_a_chat_body_or_a_named_reason(
         for field in (inner, given_values, [inner], [{"role": "user", "content": [inner]}]):
             try:
                 assert isinstance(convert({key: field, **inner})["messages"], list)
-            except NotConvertible as reason:
+            except UnknownShape as reason:
                 assert str(reason)
 
 
@@ -119,5 +118,5 @@ def test_output_items_in_a_row_become_one_message_of_the_assistant() -> None:
 def test_reason_of_a_body_that_is_not_converted_is_named(
     route: Route, fields: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(NotConvertible, match=reason):
+    with pytest.raises(UnknownShape, match=reason):
         as_chat_body(route, body(fields))

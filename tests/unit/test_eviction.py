@@ -63,8 +63,8 @@ class Shelf:
         return value_seconds(of, self.lost(of), replace(present, rates=steady(1.0)))
 
     def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
-        chosen = choose_victims(self.checkpoints, n_bytes, self.relatives, present, **exempt)
-        return [v.id for v in chosen.victims]
+        victims, _ = choose_victims(self.checkpoints, n_bytes, self.relatives, present, **exempt)
+        return [v.id for v in victims]
 
     def all_in_order(self, **exempt: Any) -> list[int]:
         return self.victims(1 << 60, **exempt)
@@ -230,8 +230,7 @@ def test_choose_victims_of_anything_frees_enough_and_nothing_in_use_or_pinned(
     shelf: Shelf, n_bytes: int, in_use: set[Any], quarantined: set[Any], replaced: set[Any]
 ) -> None:
     exempt = {"in_use": in_use, "quarantined": quarantined, "being_replaced": replaced}
-    chosen = choose_victims(shelf.checkpoints, n_bytes, shelf.relatives, Present(NOW), **exempt)
-    victims = chosen.victims
+    victims, _ = choose_victims(shelf.checkpoints, n_bytes, shelf.relatives, Present(NOW), **exempt)
     evictable = [c for c in shelf.checkpoints if c.id not in in_use and not c.is_pinned]
     freed = sum(v.size_bytes for v in victims)
     assert {v.id for v in victims} <= {c.id for c in evictable}

@@ -81,16 +81,16 @@ class Ours(Policy):
     def victims(self, n_bytes: int, now: float, replaces: Collection[CheckpointId]) -> list[File]:
         first = dict.fromkeys(i for i in self._devalued if i in self.shelf.files)
         others = (i for _, i in self._order if i not in first)
-        choice = choose_victims(
+        victims, scores = choose_victims(
             self._checkpoints([*first], others),
             n_bytes,
             self.shelf.relatives,
             Present(now),
             being_replaced=replaces,
         )
-        for checkpoint_id, score in choice.scores.items():
+        for checkpoint_id, score in scores.items():
             self._score(checkpoint_id, score)
-        return [self.shelf.files[v.id] for v in choice.victims]
+        return [self.shelf.files[v.id] for v in victims]
 
     def _checkpoints(
         self, first: list[CheckpointId], others: Iterator[CheckpointId]
