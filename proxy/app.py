@@ -31,6 +31,7 @@ from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
 from proxy.serving.shared import Shared, new_shared, note_quarantined
 from proxy.settings import (
+    MAX_REQUESTS,
     Settings,
     admin_token,
     admin_token_file,
@@ -41,7 +42,6 @@ from proxy.settings import (
     split_address,
 )
 from proxy.stabilize.model import parse_switches
-from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import Admin, only_operators
@@ -96,10 +96,8 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     directory = Path(settings.slot_save_path)
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
-        limits = Limits(
-            settings.max_store_bytes, settings.min_free_bytes, settings.max_write_bytes_per_day
-        )
-        store = CheckpointStore(directory, limits)
+        written_bytes = settings.max_write_bytes_per_day
+        store = CheckpointStore(directory, settings.max_store_bytes, written_bytes)
     except StoreLocked:
         raise
     except (StoreFault, OSError) as fault:
@@ -164,7 +162,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators.on_shutdown.append(page.stop)
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
-    limit, secret = settings.max_requests, shared.secret
+    limit, secret = MAX_REQUESTS * len(pool.roots), shared.secret
     front = Front(pool, shared.report, unread, limit, aliases, secret)
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
@@ -268,7 +266,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     if (store := shared.opened_store) is not None:
         metrics.checkpoints.set(len(store))
         metrics.checkpoint_bytes.set(store.size_bytes)
-        metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+        metrics.checkpoint_limit_bytes.set(store.writes.max_bytes)
         metrics.written_last_day_bytes.set(store.writes.last_day_bytes)
         metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
         metrics.disk_free_bytes.set(math.nan)

@@ -22,6 +22,8 @@ from proxy.stabilize.model import SWITCHES
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
 """File beside the states with a token that the proxy has made."""
+MAX_REQUESTS = 256
+"""Generation requests for each URL of `upstream` that run or wait at once; more are answered 503."""
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -104,12 +106,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Disk budget for checkpoints, such as 20GiB.
 
     Files that are still being written count. When the budget is full, the proxy first deletes the
-    checkpoints that are cheapest to evaluate again.
-    """
-    min_free_bytes: Bytes = 2 << 30
-    """Free space that saves leave on the disk, such as 2GiB.
-
-    The proxy deletes checkpoints to keep it free. If that is not enough, nothing is saved.
+    checkpoints that are cheapest to evaluate again. 2 GiB of the disk, of a small one a twentieth,
+    stay free whatever the budget says.
     """
     max_write_bytes_per_day: Bytes = 0
     """What saves may write within 24 hours, such as 50GiB; 0 is no limit.
@@ -135,16 +133,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     If a template drops the reasoning of a turn, the next message then waits less.
     """
-    max_requests: Annotated[int, Meta(ge=1)] = 256
-    """Generation requests at once; more are answered 503.
-
-    Waiting requests count. The 503 carries Retry-After.
-    """
     upstream_wait_seconds: Seconds = 60.0
     """How long a request waits for a llama-server that is away or loading.
 
-    Waiting requests count in max_requests; for a slot they wait in arrival order. After this time a
-    request is answered 503 with Retry-After. When llama-server has been unreachable for this long,
+    At most 256 requests for each URL of upstream run or wait at once. After this time a request is
+    answered 503 with Retry-After. When llama-server has been unreachable for this long,
     or was never reached, requests fail at once. Set more than a large model takes to load.
     """
     drain_seconds: Seconds = 30.0
@@ -199,13 +192,7 @@ for _name, (_description, *_more) in docstrings_of_fields(Settings).items():
     SCHEMA[_name] |= {"description": _description, "more": " ".join(_more)}
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than"}
-_KINDS = {
-    "boolean": "true or false",
-    "integer": "whole number",
-    "number": "number",
-    "string": "text",
-    "null": "nothing",
-}
+_KINDS = {"boolean": "true or false", "number": "number", "string": "text", "null": "nothing"}
 
 
 # The meaning of the values of single settings.

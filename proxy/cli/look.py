@@ -264,7 +264,7 @@ _SHOWN = {
 @click.command()
 @setting_options(
     *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-    *("max_store_bytes", "min_free_bytes", "shared_store"),
+    *("max_store_bytes", "shared_store"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."

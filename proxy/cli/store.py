@@ -373,18 +373,14 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
 
     A state is refused (exit status 1) if the directory was used with other models only: model file,
     adapters, slot file version and answers must be the same. A new directory takes every state; requests
-    for another model never find it. A state is also refused if it would leave less free space than the
-    setting min_free_bytes (2 GiB). Import only files that you trust: llama-server reads states unchecked.
-    Run import as the proxy's user, while no proxy runs on the directory.
+    for another model never find it. A state is also refused if it would leave less free space than saves
+    leave (2 GiB, on a small disk a twentieth). Import only files that you trust: llama-server reads states
+    unchecked. Run import as the proxy's user, while no proxy runs on the directory.
     """
     with opened(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:
             imported = offline.import_checkpoints(
-                store,
-                file,
-                lambda n: update(advance=n),
-                min_free_bytes=settings.min_free_bytes,
-                may_be_other_model=other_model,
+                store, file, lambda n: update(advance=n), may_be_other_model=other_model
             )
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
     entered = checkpoints_in_words(len(imported.entered), n_bytes)

@@ -177,8 +177,8 @@ class DegradationKind(StrEnum):
     NO_ROOM = "no room for states", State.DEGRADED
     """There is no room for another state: what a slot holds is lost when another request takes it.
 
-    If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or
-    lower min_free_bytes. It ends with the next save that finds room.
+    If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some.
+    It ends with the next save that finds room.
     """
     WRITE_BUDGET_SPENT = "write budget spent", State.DEGRADED
     """Little is left of max_write_bytes_per_day: a state that is not worth its bytes is not saved.

@@ -56,7 +56,6 @@ from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.shared import new_shared, quarantined_in_words
 from proxy.settings import Settings, parse_urls, reachable, token_to_show
-from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -124,7 +123,9 @@ def _examine_directory(setup: Setup) -> Stored:
         status = directory.stat()
         setup.mode, setup.owner_uid = status.st_mode & 0o7777, status.st_uid
         setup.free_bytes = disk_usage(directory).free
-        probe = directory / StateFiles(directory).new_temporary_name()
+        files = StateFiles(directory)
+        setup.reserve_bytes = files.reserve_bytes()
+        probe = directory / files.new_temporary_name()
         probe.touch(mode=0o600, exist_ok=False)
         os.listdir(directory)
         probe.unlink()
@@ -376,8 +377,8 @@ async def scratch(
     probed = ProbedServer(upstream, StateFiles(Path(settings.slot_save_path)))
     metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
-        store = CheckpointStore(Path(folder), Limits(settings.max_store_bytes))
-        store.files = probed.files
+        store = CheckpointStore(Path(folder), settings.max_store_bytes)
+        store.files, store.files.most_reserved_bytes = probed.files, 0
         shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
             yield Server(settings, shared.of(probed, "")), probed

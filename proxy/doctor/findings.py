@@ -112,6 +112,7 @@ class Setup:
     mode: int = 0
     owner_uid: int = 0
     free_bytes: int | None = None
+    reserve_bytes: int = 0
     problem: str = ""
     index_problem: str = ""
     is_index_damaged: bool = False
@@ -401,9 +402,9 @@ def _permission_finding(setup: Setup) -> Finding:
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     """Return whether another state fits on the disk."""
     needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
-    usable = free_bytes - setup.settings.min_free_bytes
+    usable = free_bytes - setup.reserve_bytes
     text = f"{size_in_words(free_bytes)} free; a state may need {size_in_words(needed)}"
-    kept = f", {size_in_words(setup.settings.min_free_bytes)} are left free (--min-free-bytes)."
+    kept = f", {size_in_words(setup.reserve_bytes)} are left free."
     if usable < needed:
         return blocker("disk space", text + kept, "Free some space, or use another disk.")
     return ok("disk space", text + kept)

@@ -48,7 +48,7 @@ from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import Room, SavedSlot
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
-from proxy.settings import Settings
+from proxy.settings import MAX_REQUESTS, Settings
 from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, owners
 
 Adopted = dict[SlotId, SavedSlot]
@@ -102,7 +102,7 @@ async def attach(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        queue=SlotQueue(SlotTable(contents), settings.max_requests),
+        queue=SlotQueue(SlotTable(contents), MAX_REQUESTS),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(launch.n_context_checkpoints),
         has_ram_cache=launch.has_ram_cache,

@@ -311,7 +311,7 @@ class Room:
             self._process.recover(DegradationKind.WRITE_BUDGET_SPENT)
 
     def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
-        max_bytes = self._process.store.limits.max_bytes
+        max_bytes = self._process.store.writes.max_bytes
         sizes = self._sizes()
         largest_seen = max((s.size_bytes for s in sizes), default=self._guess_bytes(max_bytes))
         expected = expected_bytes(sizes, *extent) if extent else None

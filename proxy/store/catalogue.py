@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -32,30 +32,18 @@ from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.directory import Summed
 from proxy.store.index import Index
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """At most `max_bytes` of state files, and at least `min_free_bytes` left free on their disk.
-
-    At most `max_write_bytes_per_day` are written within 24 hours; 0 is no limit.
-    """
-
-    max_bytes: int
-    min_free_bytes: int = 0
-    max_write_bytes_per_day: int = 0
-
-
 _WRITTEN = "written"
 
 
 class Budget:
     """The limits, the claims of files that are no checkpoints yet, and the bytes written in the last day.
 
-    The index keeps the count of written bytes, so that the count survives a restart.
+    At most `max_bytes_per_day` are written within 24 hours; 0 is no limit. The index keeps the count of
+    written bytes, so that the count survives a restart.
     """
 
-    def __init__(self, limits: Limits, index: Index) -> None:
-        self.limits, self.max_bytes_per_day = limits, limits.max_write_bytes_per_day
+    def __init__(self, max_bytes: int, max_bytes_per_day: int, index: Index) -> None:
+        self.max_bytes, self.max_bytes_per_day = max_bytes, max_bytes_per_day
         self.on_write: Callable[[int], None] = lambda _: None
         self._index = index
         self._written = index.value(_WRITTEN, Written) or Written()
@@ -90,22 +78,24 @@ class Budget:
         self._claims.pop(name, None)
         self._settled.pop(name, None)
 
-    def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> tuple[int, Removal]:
-        """Return how many bytes must be freed so that all claims fit, and the limit that asks for them."""
+    def shortage(self, stored_bytes: int, usable_bytes: int) -> tuple[int, Removal]:
+        """Return how many bytes must be freed so that all claims fit, and the limit that asks for them.
+
+        The claims may take *usable_bytes* of the disk.
+        """
         unwritten_bytes = self._unwritten_bytes
         reserved_bytes = unwritten_bytes + sum(self._settled.values())
-        over_budget = stored_bytes + reserved_bytes - self.limits.max_bytes
-        min_free_bytes = 0 if claim.is_passing else self.limits.min_free_bytes
-        short_of_free = unwritten_bytes + min_free_bytes - free_bytes
+        over_budget = stored_bytes + reserved_bytes - self.max_bytes
+        short_of_free = unwritten_bytes - usable_bytes
         if short_of_free > max(0, over_budget):
             return short_of_free, Removal.FREE_SPACE
         return over_budget, Removal.BUDGET
 
     def _require_possible(self, n_bytes: int) -> None:
-        if n_bytes > self.limits.max_bytes:
+        if n_bytes > self.max_bytes:
             raise NoRoom(
                 "larger than the budget",
-                f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.limits.max_bytes:,})",
+                f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.max_bytes:,})",
             )
 
     @property

@@ -38,6 +38,7 @@ class StateFiles:
     def __init__(self, directory: Path, *, is_readonly: bool = False) -> None:
         """If the directory *is_readonly*, nothing in it is written or deleted."""
         self.directory, self.is_readonly = directory, is_readonly
+        self.most_reserved_bytes = 2 << 30
 
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
@@ -67,6 +68,11 @@ class StateFiles:
         """Return how many bytes are free for files of this process's user; raises OSError."""
         status = os.statvfs(self.directory)
         return status.f_bavail * status.f_frsize
+
+    def reserve_bytes(self) -> int:
+        """Return how many bytes of the disk saves leave free: fewer on a small disk; raises OSError."""
+        status = os.statvfs(self.directory)
+        return min(self.most_reserved_bytes, status.f_blocks * status.f_frsize // 20)
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Replace a small file by *data*; the change is durable once the directory is synced."""

@@ -245,18 +245,13 @@ class Imported:
 
 
 def import_checkpoints(
-    store: StoreDirectory,
-    file: Path,
-    note: Note,
-    *,
-    min_free_bytes: int,
-    may_be_other_model: bool = False,
+    store: StoreDirectory, file: Path, note: Note, *, may_be_other_model: bool = False
 ) -> Imported:
     """Enter the checkpoints of *file*; a StoreFault says how many were entered before it.
 
     If the store knows other models, a new model is refused unless *may_be_other_model*. A state that would
-    leave less than *min_free_bytes* on the disk is refused. Checkpoints entered before a fault stay: each
-    is complete by itself.
+    leave less of the disk free than saves do is refused. Checkpoints entered before a fault stay: each is
+    complete by itself.
     """
     imported = Imported()
     # Read once: no other process writes while the directory is locked.
@@ -269,7 +264,7 @@ def import_checkpoints(
                     raise StoreFault(f"it is not what `export` writes: {head.name} is no record")
                 imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)
                 of_record = sidecar.checkpoint, sidecar.owner
-                entered = _enter(store, there, *of_record, _open(tar, tar.next()), min_free_bytes)
+                entered = _enter(store, there, *of_record, _open(tar, tar.next()))
                 if entered is None:
                     imported.n_already_there += 1
                 else:
@@ -343,16 +338,15 @@ def _enter(
     record: Checkpoint,
     owner: Owner,
     state: IO[bytes],
-    min_free_bytes: int,
 ) -> Checkpoint | None:
     """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists."""
     before = namespace_of(store.index, owner), record.content
     same = [c for c in there if (c.namespace, c.content) == before]
     if any(store.has_file(checkpoint) for checkpoint in same):
         return None
-    free_bytes = store.files.free_bytes()
-    if record.size_bytes > free_bytes - min_free_bytes:
-        needs = f"a state is {record.size_bytes:,} bytes, {min_free_bytes:,} must stay free"
+    free_bytes, reserve_bytes = store.files.free_bytes(), store.files.reserve_bytes()
+    if record.size_bytes > free_bytes - reserve_bytes:
+        needs = f"a state is {record.size_bytes:,} bytes, {reserve_bytes:,} must stay free"
         raise StoreFault(f"there is no room for it: {free_bytes:,} bytes are free, {needs}")
     name = store.files.new_temporary_name()
     try:

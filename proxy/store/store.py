@@ -19,7 +19,7 @@ from proxy.core.model import Checkpoint, CheckpointId, Quarantine, is_of_other_s
 from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
-from proxy.store.catalogue import Budget, Catalogue, Limits
+from proxy.store.catalogue import Budget, Catalogue
 from proxy.store.directory import StoreDirectory, Summed
 from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.known_models import owners
@@ -33,13 +33,12 @@ _MOST_CHANGED = 1000
 class CheckpointStore(Catalogue):
     """All checkpoints under one --slot-save-path."""
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
-        """Lock and open the store in *directory*, and bring it within its budget.
+    def __init__(self, directory: Path, max_bytes: int, max_write_bytes_per_day: int = 0) -> None:
+        """Lock and open the store in *directory*, and bring it within *max_bytes*.
 
         A damaged index is made anew, and `report` says so. Raises StoreLocked if another proxy has
         the directory, StoreFault if the index cannot be read.
         """
-        self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
         self.on_commit: Callable[[Checkpoint], None] = lambda _: None
@@ -51,7 +50,7 @@ class CheckpointStore(Catalogue):
         try:
             swept = self._directory.sweep()
             super().__init__(self._directory.index, swept)
-            self.writes = Budget(limits, self.index)
+            self.writes = Budget(max_bytes, max_write_bytes_per_day, self.index)
             self.report = self._reported(swept)
         except BaseException as error:
             self._directory.close()
@@ -64,7 +63,7 @@ class CheckpointStore(Catalogue):
 
     def _reported(self, swept: Summed) -> dict[str, object]:
         """Bring the store within its budget; return the numbers of checkpoints found and removed."""
-        n_over = 0 if self.files.is_readonly else self.size_bytes - self.limits.max_bytes
+        n_over = 0 if self.files.is_readonly else self.size_bytes - self.writes.max_bytes
         victims = self.victims(n_over, Present(time.time()))
         for victim in victims:
             self.take(victim.id)
@@ -229,7 +228,8 @@ class CheckpointStore(Catalogue):
     async def _make_room(self, name: str, claim: Claim) -> None:
         try:
             free_bytes = self.files.free_bytes() + self.going_bytes
-            n_bytes, limit = self.writes.shortage(claim, self.size_bytes, free_bytes)
+            reserve_bytes = 0 if claim.is_passing else self.files.reserve_bytes()
+            n_bytes, limit = self.writes.shortage(self.size_bytes, free_bytes - reserve_bytes)
             if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # a passing file is not worth a checkpoint: let its write fail
             victims = self.victims(n_bytes, claim.present, claim.replaces)

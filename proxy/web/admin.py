@@ -262,7 +262,7 @@ class Admin:
             id=f"{found.id:016x}",
             is_pinned=found.is_pinned,
             pinned_bytes=store.pinned_bytes,
-            max_store_bytes=store.limits.max_bytes,
+            max_store_bytes=store.writes.max_bytes,
         )
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -418,7 +418,7 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
         else {
             "n_checkpoints": len(store),
             "size_bytes": store.size_bytes,
-            "max_bytes": store.limits.max_bytes,
+            "max_bytes": store.writes.max_bytes,
             "written_last_day_bytes": store.writes.last_day_bytes,
             "max_write_bytes_per_day": store.writes.max_bytes_per_day,
             "version": store.version,

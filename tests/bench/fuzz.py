@@ -239,7 +239,7 @@ def _bundle(leftovers: ExitStack, folder: Path) -> tuple[bytes, bytes, Callable[
 
     def take(data: bytes) -> None:
         changed.write_bytes(data)
-        import_checkpoints(store, changed, _nothing, min_free_bytes=0)
+        import_checkpoints(store, changed, _nothing)
 
     return encode_sidecar(records[0]), file.read_bytes(), take
 

@@ -25,7 +25,7 @@ from proxy.core.eviction import Present
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, Rule, RuleKind
 from proxy.core.plan import promising
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, tokens_from_bytes
-from proxy.store.catalogue import Catalogue, Limits
+from proxy.store.catalogue import Catalogue
 from proxy.store.directory import Summed, keep_proxies_out
 from proxy.store.index import Entry, Index
 from proxy.store.store import CheckpointStore
@@ -105,7 +105,7 @@ def measure(folder: Path, n_checkpoints: int) -> None:
     """Print what opening, lookups and evictions take; for a process of its own."""
     began = time.perf_counter()
     if n_checkpoints <= MOST_FILES:
-        catalogue: Catalogue = CheckpointStore(folder, Limits(UNLIMITED))
+        catalogue: Catalogue = CheckpointStore(folder, UNLIMITED)
         assert len(catalogue) == n_checkpoints
     else:
         catalogue = Catalogue(Index(folder / "index"), Summed())

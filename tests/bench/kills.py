@@ -28,7 +28,6 @@ import aiohttp
 from proxy.__main__ import main as proxy_main
 from proxy.errors import CacheFault
 from proxy.log import configure_logging
-from proxy.store.catalogue import Limits
 from proxy.store.offline import ProblemKind, examine
 from proxy.store.store import CheckpointStore
 from tests.bench.answers import distance, read_answer
@@ -88,7 +87,7 @@ class Kills:
         arguments = [
             *("--upstream", self._server.base_url, "--slot-save-path", str(self._directory)),
             *("--listen", f"127.0.0.1:{self._port}", "--admin", f"127.0.0.1:{self._admin_port}"),
-            *("--max-store-bytes", str(BUDGET_BYTES), "--min-free-bytes", "0"),
+            *("--max-store-bytes", str(BUDGET_BYTES)),
             *("--idle-save-seconds", "0.05"),
         ]
         proxy = self._forks.Process(target=_serve, args=(str(self.log), arguments), daemon=True)
@@ -176,7 +175,7 @@ class Kills:
                 shutil.copytree(self._directory / "index", copy / "index")
             self.counts["left half written"] += any(copy.glob("*.saving"))
             try:
-                with closing(CheckpointStore(copy, Limits(BUDGET_BYTES))) as store:
+                with closing(CheckpointStore(copy, BUDGET_BYTES)) as store:
                     problems = examine(store._directory, lambda _: None)
                     n_gone, anew = (
                         store.report["n_entries_without_file"],

@@ -24,7 +24,6 @@ import aiohttp
 
 from proxy.core.tokens import TokenIds, common_prefix_length
 from proxy.llama.files import read_state_file
-from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import Setup, Stack
@@ -150,11 +149,9 @@ class Load:
         has_beside: bool,
     ) -> None:
         self._seconds, self._n_clients, self._n_slots = seconds, n_clients, n_slots
-        self._limits = Limits(store_bytes)
+        self._limits = store_bytes
         options = {
-            "--max-requests": n_clients + 10,
             "--max-store-bytes": store_bytes,
-            "--min-free-bytes": 0,
             "--idle-save-seconds": 3600,
             "--drain-seconds": DRAIN_SECONDS,
         }

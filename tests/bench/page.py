@@ -24,7 +24,6 @@ from proxy.explain.causes import Cause
 from proxy.explain.views import History, RequestRecord, Today
 from proxy.log import configure_logging
 from proxy.settings import Settings
-from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools
@@ -271,7 +270,6 @@ async def _measure_load(n_checkpoints: int) -> None:
             slot_save_path=str(folder),
             listen="127.0.0.1:0",
             admin="127.0.0.1:0",
-            min_free_bytes=0,
         )
         running = await stack.enter_async_context(run_proxy(settings))
         page = await stack.enter_async_context(open_page())
@@ -322,7 +320,7 @@ def _tell(what: str, took: list[float]) -> None:
 
 def fill(directory: Path, n_checkpoints: int) -> None:
     """Put small checkpoints into a store: headers, sessions of each, states of each session."""
-    store = CheckpointStore(directory, Limits(1 << 40))
+    store = CheckpointStore(directory, 1 << 40)
     namespace = Namespace(b"n" * 16)
     try:
         for i in range(n_checkpoints):

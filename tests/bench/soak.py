@@ -73,7 +73,7 @@ class Soak:
         self._seconds = seconds
         self._chance = random.Random(seed)
         options = ("--max-store-bytes", str(BUDGET_BYTES), "--idle-save-seconds", "1")
-        setup = Setup(n_threads=1, proxy_options=(*options, "--min-free-bytes", "0"))
+        setup = Setup(n_threads=1, proxy_options=options)
         self._stack = Stack(KIND, SIZE, leftovers, has_proxy=True, setup=setup)
         self._traffic = Traffic(self._stack.base_url, n_clients, seed)
         self._began = time.monotonic()

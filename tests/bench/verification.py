@@ -21,7 +21,6 @@ from statistics import median
 
 from proxy.core.model import Checkpoint
 from proxy.llama.files import read_state_file
-from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_section
 from tests.bench.progress import tell
@@ -98,7 +97,7 @@ async def measure_verification(n_rounds: int, leftovers: ExitStack) -> Section:
     server = LlamaServer(model, folder, n_slots=1, n_ctx=8192, log_path=folder / "llama-server.log")
     leftovers.callback(server.kill)
     await asyncio.to_thread(server.start)
-    store = CheckpointStore(folder, Limits(1 << 40))
+    store = CheckpointStore(folder, 1 << 40)
     try:
         benchmark = VerificationBenchmark(server, store)
         tell("verification: evaluating and saving")

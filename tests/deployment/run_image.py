@@ -55,7 +55,7 @@ class Setup:
 
 
 AS_ROOT = {"LLAMA_USER": "0:1000", "SLOTS_OWNER": "0:1000", "SLOTS_MODE": "2770"}
-IN_MEMORY = {"SLOTS": "slots-in-memory", "MEMORY_FOR_SLOTS": "1g", "MIN_FREE_BYTES": "0"}
+IN_MEMORY = {"SLOTS": "slots-in-memory", "MEMORY_FOR_SLOTS": "1g"}
 ON_DISK = (Setup("one user"), Setup("llama-server as root", AS_ROOT, "0:1000 2770"))
 
 
@@ -83,7 +83,7 @@ class Project:
     def __init__(self, engine: Engine, setup: Setup) -> None:
         self._engine = engine
         (engine.folder / "loopback.yaml").write_text(ON_LOOPBACK)
-        told = {"MODELS": "/folder/models", "MIN_FREE_BYTES": "0", **setup.settings}
+        told = {"MODELS": "/folder/models", **setup.settings}
         (engine.folder / "env").write_text("".join(f"{k}={v}\n" for k, v in told.items()))
 
     def compose(self, *arguments: str) -> str:

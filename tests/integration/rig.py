@@ -145,7 +145,6 @@ class Rig:
             listen="127.0.0.1:0",
             **{
                 "admin": "127.0.0.1:0",
-                "min_free_bytes": 0,
                 "idle_save_seconds": 0.04,
                 "drain_seconds": 10.0,
                 "ahead_seconds": 0,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy import app
 from proxy.core.launch import Launch
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
@@ -82,8 +83,11 @@ async def test_request_that_could_not_be_sent_waits_too(
         assert (await asked).n_reused == 0
 
 
-async def test_client_that_leaves_frees_its_place(start_rig: StartRig) -> None:
-    async with start_rig(max_requests=2) as rig:
+async def test_client_that_leaves_frees_its_place(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 2)
+    async with start_rig() as rig:
         await rig.server.crash()
         leaving, staying = ask(rig, "leaving"), ask(rig, "staying")
         await waiting(rig, 2)

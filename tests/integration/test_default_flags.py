@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy import app
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -116,9 +117,10 @@ async def test_requests_of_every_kind_start_in_turn(start_rig: StartRig) -> None
 
 
 async def test_client_that_leaves_while_it_waits_for_its_turn_frees_its_place(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_rig(n_slots=2, faults=clearing(), max_requests=3) as rig:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 3)
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
         gate = rig.server.hold("restore", n_calls=1)
         for name in "ab":
             await rig.chat(name)

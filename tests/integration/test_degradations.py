@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from proxy import app
 from proxy.core.conditions import DegradationKind
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
@@ -258,8 +259,11 @@ async def test_each_request_is_one_line_that_says_what_was_chosen_and_why(
         assert lines[3]["why"] == "several completions"
 
 
-async def test_request_that_is_not_answered_is_counted_by_its_reason(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, max_requests=1) as rig:
+async def test_request_that_is_not_answered_is_counted_by_its_reason(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 1)
+    async with start_rig(n_slots=1) as rig:
         gate = rig.server.hold("generate", n_calls=1)
         first = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
         await gate.reached()

@@ -39,9 +39,7 @@ async def server(directory: Path) -> AsyncIterator[FakeLlamaServer]:
 
 def settings_for(server: FakeLlamaServer) -> Settings:
     path = str(server.directory)
-    return Settings(
-        upstream=server.base_url, slot_save_path=path, max_store_bytes=1 << 20, min_free_bytes=0
-    )
+    return Settings(upstream=server.base_url, slot_save_path=path, max_store_bytes=1 << 20)
 
 
 @dataclass(frozen=True)

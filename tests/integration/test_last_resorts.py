@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from proxy.core.conditions import DegradationKind
 from proxy.servers import attach
-from proxy.store.catalogue import Catalogue, Limits
+from proxy.store.catalogue import Catalogue
 from tests.integration.conftest import StartRig
 from tests.integration.rig import question
 from tests.lab.waiting import until
@@ -55,7 +55,7 @@ async def test_slot_that_a_save_finds_tainted_is_erased_before_it_is_used(
 async def test_want_of_room_is_not_called_a_failing_save(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         assert rig.running.store is not None
-        rig.running.store.writes.limits = Limits(1000, 0)
+        rig.running.store.writes.max_bytes = 1000
         await rig.chat("a")
         await until(lambda: sum(rig.sample("saves_skipped_total", reason=r) for r in ROOM_REASONS))
         assert await rig.reasons() == [DegradationKind.NO_ROOM]
@@ -84,16 +84,17 @@ async def test_request_does_not_wait_for_a_self_test_beside_a_free_slot(
         evaluate.open()
 
 
-async def test_work_that_there_was_no_room_for_is_saved_when_there_is(start_rig: StartRig) -> None:
+async def test_work_that_there_was_no_room_for_is_saved_when_there_is(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start_rig(n_slots=1) as rig:
         store = rig.running.store
         assert store is not None
-        limits = store.writes.limits
-        store.writes.limits = Limits(limits.max_bytes, 1 << 60)
-        await rig.chat("a")
-        await until(lambda: rig.sample("saves_skipped_total", reason="free space"))
-        assert rig.checkpoints == []
-        store.writes.limits = limits
+        with monkeypatch.context() as full:
+            full.setattr(store.files, "reserve_bytes", lambda: 1 << 60)
+            await rig.chat("a")
+            await until(lambda: rig.sample("saves_skipped_total", reason="free space"))
+            assert rig.checkpoints == []
         with capture_logs() as logs:
             await rig.stop_proxy()
         assert {"n_saved": 1, "n_dirty": 1}.items() <= next(

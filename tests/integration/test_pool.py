@@ -36,7 +36,6 @@ async def proxy_before(rig: Rig, *upstreams: str, **options: Any) -> AsyncIterat
         slot_save_path=str(rig.server.directory),
         listen="127.0.0.1:0",
         admin="127.0.0.1:0",
-        min_free_bytes=0,
         idle_save_seconds=60.0,
         **options,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy import app
 from proxy.core.rates import Rates
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
@@ -89,9 +90,10 @@ async def test_request_that_is_granted_a_slot_as_it_leaves_gives_it_back(
     ("path", "kind"), [(CHAT, "unavailable_error"), ("/v1/messages", "overloaded_error")]
 )
 async def test_full_house_is_answered_with_retry_after(
-    start_rig: StartRig, path: str, kind: str
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str, kind: str
 ) -> None:
-    async with start_rig(n_slots=1, max_requests=2) as rig:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 2)
+    async with start_rig(n_slots=1) as rig:
         gate, first = await occupy(rig)
         second = rig.begin_chat("second")
         await rig.waiting(1)

@@ -10,6 +10,7 @@ from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
 from proxy.core.saving import Claim
 from proxy.errors import NoRoom
+from proxy.store.files import StateFiles
 from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -37,7 +38,7 @@ async def store_with(rig: Rig, *numbers: int) -> tuple[CheckpointStore, list[Che
 
 
 def all_of(store: CheckpointStore) -> Claim:
-    return Claim(store.limits.max_bytes, Present(time.time()))
+    return Claim(store.writes.max_bytes, Present(time.time()))
 
 
 async def test_what_a_waiting_request_will_restore_is_neither_evicted_nor_superseded(
@@ -104,9 +105,10 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
 
 @pytest.mark.parametrize("memory", [memory for memory in Memory if memory is not Memory.NOTHING])
 async def test_save_without_room_is_skipped_and_costs_the_client_nothing(
-    start_rig: StartRig, memory: Memory
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, memory: Memory
 ) -> None:
-    async with start_rig(memory=memory, n_slots=1, n_ctx=32_000, min_free_bytes=1 << 60) as rig:
+    monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 1 << 60)
+    async with start_rig(memory=memory, n_slots=1, n_ctx=32_000) as rig:
         n_at_first_contact = rig.sample("saves_skipped_total", reason="free space")
         for _ in range(2):
             for number in (1, 2):
@@ -122,14 +124,14 @@ async def test_save_without_room_is_skipped_and_costs_the_client_nothing(
 
 
 async def test_slots_found_at_first_contact_without_room_are_not_adopted(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, n_ctx=32_000) as rig:
         await complete(rig, 1)
         await rig.stop_proxy()
         for file in rig.server.directory.glob("lpc-*"):
             file.unlink()
-        rig.options["min_free_bytes"] = 1 << 60
+        monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 1 << 60)
         await rig.start_proxy()
         await rig.attached()
         assert rig.checkpoints == []

@@ -64,7 +64,6 @@ class Reader:
             "PYTHONPATH": str(REPOSITORY),
             "READER": str(self._own),
             "LLAMA_ARG_THREADS": "1",
-            "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0",
             "LLAMA_PREFIX_CACHE_UPSTREAM": f"http://127.0.0.1:{self.ports['8080']}",
             "LLAMA_PREFIX_CACHE_LISTEN": f"127.0.0.1:{self.ports['8081']}",
             "LLAMA_PREFIX_CACHE_ADMIN": f"127.0.0.1:{self.ports['8082']}",

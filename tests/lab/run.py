@@ -28,8 +28,7 @@ STOP_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 
 _SETTINGS = {
-    "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0",
-    "LLAMA_PREFIX_CACHE_LOG_LEVEL": "debug",  # all events with all fields, and llama-server's own log
+    "LLAMA_PREFIX_CACHE_LOG_LEVEL": "debug"  # all events with all fields, and llama-server's own log
 }
 
 LLAMA_SERVER_ARGUMENTS = ("-c", "16384", "-t", "1", "--fit", "off", "-fa", "on")

@@ -33,7 +33,7 @@ def serving(
     """Run `python -m proxy serve` until the block is left; yield the URLs of its two listeners."""
     urls = {name: f"127.0.0.1:{find_free_port()}" for name in ("listen", "admin")}
     command = [sys.executable, "-m", "proxy", "serve", "--upstream", server.base_url]
-    command += ["--slot-save-path", str(directory), "--min-free-bytes", "0"]
+    command += ["--slot-save-path", str(directory)]
     command += [part for name, address in urls.items() for part in (f"--{name}", address)]
     with log.open("ab") as output:
         process = subprocess.Popen([*command, *more], stderr=output, cwd=REPOSITORY)

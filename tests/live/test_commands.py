@@ -25,7 +25,7 @@ TOOLS = tools(2)
 
 async def command(*arguments: object) -> tuple[int, str]:
     """Run a command; return its exit status and all that it printed."""
-    invoke = CliRunner(env={"LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0"}).invoke
+    invoke = CliRunner().invoke
     result = await asyncio.to_thread(invoke, main, [str(argument) for argument in arguments])
     return result.exit_code, result.output
 

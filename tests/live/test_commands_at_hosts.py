@@ -37,10 +37,7 @@ def router(tmp_path: Path, directory: Path) -> Router:
 
 async def setup_of(directory: Path, *urls: str, model: str = "", admin: str = "") -> Setup:
     settings = Settings(
-        upstream=", ".join(urls),
-        slot_save_path=str(directory),
-        min_free_bytes=0,
-        admin=admin or "127.0.0.1:9",
+        upstream=", ".join(urls), slot_save_path=str(directory), admin=admin or "127.0.0.1:9"
     )
     return await examine(settings, model=model)
 

@@ -28,6 +28,7 @@ from proxy.doctor.findings import (
     summary,
 )
 from proxy.settings import Settings
+from proxy.store.files import StateFiles
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.older_builds import rewriting, strip_context_checkpoints
@@ -86,7 +87,6 @@ async def diagnose(server: LlamaServer, directory: Path, **options: Any) -> Diag
         upstream=server.base_url,
         slot_save_path=str(directory),
         max_store_bytes=options.pop("max_store_bytes", 64 << 20),
-        min_free_bytes=options.pop("min_free_bytes", 0),
         upstream_api_key=options.pop("api_key", None),
         admin=options.pop("admin", "127.0.0.1:9"),
     )
@@ -258,16 +258,15 @@ async def test_ram_cache_is_named(
 async def test_disk_that_is_nearly_full_is_named(
     new_server: NewServer, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leave_free(n_bytes: int) -> None:
-        usage = SimpleNamespace(free=n_bytes)
-        monkeypatch.setattr("proxy.doctor.examination.disk_usage", lambda _: usage)
-
+    usage = SimpleNamespace(free=1 << 16)
     with new_server("hybrid") as server:
-        leave_free(1 << 16)
-        full = await diagnose(server, directory)
-        reserved = await diagnose(server, directory, min_free_bytes=1 << 60)
+        with monkeypatch.context() as patch:
+            patch.setattr("proxy.doctor.examination.disk_usage", lambda _: usage)
+            full = await diagnose(server, directory)
+        monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 1 << 60)
+        reserved = await diagnose(server, directory)
     assert reserved.exit_status == 2
-    assert "(--min-free-bytes)" in reserved.problems()["disk space"]
+    assert "are left free" in reserved.problems()["disk space"]
     assert full.exit_status == 2
     assert "64.0 KiB free" in full.problems()["disk space"]
     assert "use another disk" in full.problems()["disk space"]
@@ -419,9 +418,7 @@ def test_command_prints_a_report_and_takes_the_configuration_of_serve(
     config = tmp_path / "config.yaml"
     with new_server("hybrid") as server:
         settings = {"upstream": server.base_url, "slot_save_path": str(directory)}
-        config.write_text(
-            yaml.safe_dump({**settings, "max_store_bytes": "64MiB", "min_free_bytes": 0})
-        )
+        config.write_text(yaml.safe_dump({**settings, "max_store_bytes": "64MiB"}))
         result = run_doctor("--config", str(config))
     assert (result.returncode, result.stderr) == (0, "")
     first, _, *lines = result.stdout.splitlines()

@@ -52,8 +52,9 @@ DIFFERENT = {
 
 
 @pytest.fixture
-async def rig(start_rig: StartRig) -> Any:
-    async with start_rig("hybrid", n_ctx=4096, max_requests=4) as rig:
+async def rig(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 4)
+    async with start_rig("hybrid", n_ctx=4096) as rig:
         yield rig
 
 

@@ -217,7 +217,7 @@ async def test_clients_of_several_models_take_turns_and_get_right_answers(
 ) -> None:
     """Each client goes on with its conversation as fast as it can; the models push each other out."""
     requests = agent_requests(1, 2, header=[system(60)])
-    async with start_models(max_requests=8) as models:
+    async with start_models() as models:
 
         async def converse(model: str) -> list[str]:
             replies = [await models.ask(model, messages, max_tokens=4) for messages in requests]

@@ -6,6 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from proxy import app
 from tests.lab.conversation import agent_requests, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -138,9 +139,10 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
 
 
 async def test_client_that_leaves_while_the_server_is_away_frees_its_place(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_rig("hybrid", n_slots=1, max_requests=3) as rig:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 3)
+    async with start_rig("hybrid", n_slots=1) as rig:
         stream = await begin_endless_stream(rig)
         asked = await queue(rig, (0, 1))
         async with aiohttp.ClientSession() as leaver:

@@ -10,13 +10,12 @@ import pytest
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind
 from proxy.core.tokens import Namespace, TokenIds, token_ids
-from proxy.store.catalogue import Limits
 from proxy.store.files import final_name_of, id_of, temporary_name_of
 from proxy.store.store import CheckpointStore
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
-BUDGET = Limits(1 << 20)
+BUDGET = 1 << 20
 
 Commit = Callable[..., Awaitable[Checkpoint]]
 
@@ -79,8 +78,10 @@ def names_in(directory: Path) -> set[str]:
 
 
 @contextmanager
-def opened(directory: Path, limits: Limits = BUDGET) -> Iterator[CheckpointStore]:
-    store = CheckpointStore(directory, limits)
+def opened(
+    directory: Path, max_bytes: int = BUDGET, max_write_bytes_per_day: int = 0
+) -> Iterator[CheckpointStore]:
+    store = CheckpointStore(directory, max_bytes, max_write_bytes_per_day)
     try:
         yield store
     finally:

@@ -11,7 +11,6 @@ from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId, CheckpointKind, KnownNamespace, tenant_namespace
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import StoreFault
-from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
 from tests.lab.power_cuts import Cut, Note, Recorder, leave
@@ -20,7 +19,7 @@ from tests.unit.state_files import attention, state_file, words
 
 MODEL = Namespace(b"m" * 16)
 OWN = tenant_namespace(MODEL, b"")
-LIMITS = Limits(64 << 20)
+LIMITS = 64 << 20
 
 
 @dataclass(frozen=True)

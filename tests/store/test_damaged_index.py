@@ -22,7 +22,6 @@ from proxy.core.model import (
 )
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.errors import IndexDamaged, StoreFault
-from proxy.store.catalogue import Limits
 from proxy.store.index import Index, seal_of, sound_file
 from proxy.store.known_models import namespaces_name, owners, read_index, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
@@ -405,5 +404,5 @@ def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
 async def test_budget_holds_after_a_rebuild(directory: Path) -> None:
     pinned = max(records(directory).values(), key=lambda record: record["is_pinned"])
     set_data(directory, b"")
-    with opened(directory, Limits(pinned["size_bytes"] + 20_000)) as store:
-        assert pinned["size_bytes"] < store.size_bytes <= store.limits.max_bytes
+    with opened(directory, pinned["size_bytes"] + 20_000) as store:
+        assert pinned["size_bytes"] < store.size_bytes <= store.writes.max_bytes

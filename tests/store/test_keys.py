@@ -96,9 +96,9 @@ async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
         (second / SECRET_NAME).write_bytes(secret)
     with open_offline(second, may_be_new=True) as store:
         if has_secret:
-            assert len(import_checkpoints(store, file, nothing, min_free_bytes=0).entered) == 2
+            assert len(import_checkpoints(store, file, nothing).entered) == 2
         else:
             with pytest.raises(StoreFault, match="put key-secret from there"):
-                import_checkpoints(store, file, nothing, min_free_bytes=0)
+                import_checkpoints(store, file, nothing)
     with opened(second) as opened_store:
         assert not has_secret or n_found(opened_store) == (1, 1)

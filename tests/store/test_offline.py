@@ -90,7 +90,7 @@ async def file(directory: Path, tmp_path: Path) -> Path:
 def take(directory: Path, file: Path, **options: Any) -> Imported:
     directory.mkdir(exist_ok=True)
     with open_offline(directory, may_be_new=True) as store:
-        return import_checkpoints(store, file, nothing, **({"min_free_bytes": 0} | options))
+        return import_checkpoints(store, file, nothing, **options)
 
 
 def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, directory: Path) -> None:
@@ -289,17 +289,22 @@ def test_state_whose_file_is_gone_or_cut_is_not_there_already(
         assert (problems(store), len(store.checkpoints())) == ([], 2)
 
 
-def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Path) -> None:
+def test_import_leaves_the_free_space_that_saves_leave(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = tmp_path / "second"
     with pytest.raises(StoreFault, match="absent.*; nothing of it was entered"):
         take(second, tmp_path / "absent")
-    for _ in range(2):
-        with pytest.raises(StoreFault, match="no room for it.*; nothing of it was entered"):
-            take(second, file, min_free_bytes=1 << 60)
+    with monkeypatch.context() as full:
+        full.setattr(StateFiles, "reserve_bytes", lambda _: 1 << 60)
+        for _ in range(2):
+            with pytest.raises(StoreFault, match="no room for it.*; nothing of it was entered"):
+                take(second, file)
     assert not list(second.glob("lpc-*"))
     take(second, file)
     # What is there already needs no room.
-    assert take(second, file, min_free_bytes=1 << 60).n_already_there == 2
+    monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 1 << 60)
+    assert take(second, file).n_already_there == 2
 
 
 def test_export_replaces_no_file_of_the_store_and_is_private(
@@ -331,7 +336,7 @@ def test_export_replaces_no_file_of_the_store_and_is_private(
 
 
 def run(directory: Path, *arguments: str) -> tuple[int, str]:
-    runner = CliRunner(env={"LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0"})
+    runner = CliRunner()
     result = runner.invoke(main, [*arguments, "--slot-save-path", str(directory)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output

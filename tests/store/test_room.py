@@ -12,7 +12,6 @@ from proxy.core.eviction import N_COMPARED, Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
 from proxy.errors import NoRoom, StoreFault
-from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
@@ -40,7 +39,7 @@ async def save(store: CheckpointStore, mark: int, size_bytes: int = SIZE) -> Che
 
 
 async def test_reserve_within_the_limits_removes_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(3 * SIZE)) as store:
+    with opened(tmp_path, 3 * SIZE) as store:
         for mark in range(3):
             await save(store, mark)
         assert len(store) == 3 and not +store.removals
@@ -48,7 +47,7 @@ async def test_reserve_within_the_limits_removes_nothing(tmp_path: Path) -> None
 
 
 async def test_reserve_makes_room_before_anything_is_written(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(3 * SIZE)) as store:
+    with opened(tmp_path, 3 * SIZE) as store:
         first, *_ = [await save(store, mark) for mark in range(3)]
         name = await store.reserve(claim())
         assert bytes_in(tmp_path) == 2 * SIZE
@@ -58,7 +57,7 @@ async def test_reserve_makes_room_before_anything_is_written(tmp_path: Path) -> 
 
 
 async def test_reservations_of_concurrent_saves_add_up(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(4 * SIZE)) as store:
+    with opened(tmp_path, 4 * SIZE) as store:
         for mark in range(4):
             await save(store, mark)
         await asyncio.gather(*(store.reserve(claim()) for _ in range(3)))
@@ -69,7 +68,7 @@ async def test_reservations_of_concurrent_saves_add_up(tmp_path: Path) -> None:
 
 
 async def test_reservation_is_free_again_after_discard_and_after_commit(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(SIZE)) as store:
+    with opened(tmp_path, SIZE) as store:
         for _ in range(3):
             await store.discard(await store.reserve(claim()))
         stored = await save(store, 1)
@@ -79,7 +78,7 @@ async def test_reservation_is_free_again_after_discard_and_after_commit(tmp_path
 
 
 async def test_reserve_returns_only_when_the_files_are_gone(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(SIZE)) as store:
+    with opened(tmp_path, SIZE) as store:
         await save(store, 1)
         go_on = hold_writer(store)
         reserving = asyncio.ensure_future(store.reserve(claim()))
@@ -92,7 +91,7 @@ async def test_reserve_returns_only_when_the_files_are_gone(tmp_path: Path) -> N
 
 
 async def test_reserve_waits_for_removals_that_others_began(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(SIZE)) as store:
+    with opened(tmp_path, SIZE) as store:
         stored = await save(store, 1)
         go_on = hold_writer(store)
         removing = asyncio.ensure_future(store.remove(stored, Removal.SUPERSEDED))
@@ -108,7 +107,7 @@ async def test_reserve_waits_for_removals_that_others_began(tmp_path: Path) -> N
 async def test_reserve_of_more_than_the_budget_is_refused_and_removes_nothing(
     tmp_path: Path,
 ) -> None:
-    with opened(tmp_path, Limits(2 * SIZE)) as store:
+    with opened(tmp_path, 2 * SIZE) as store:
         await save(store, 1)
         with pytest.raises(NoRoom) as refused:
             await store.reserve(claim(2 * SIZE + 1))
@@ -118,7 +117,7 @@ async def test_reserve_of_more_than_the_budget_is_refused_and_removes_nothing(
 
 
 async def test_settle_of_a_larger_file_makes_more_room_at_once(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(3 * SIZE)) as store:
+    with opened(tmp_path, 3 * SIZE) as store:
         for mark in range(2):
             await save(store, mark)
         await save(store, 2, 2 * SIZE)
@@ -129,7 +128,7 @@ async def test_settle_of_a_larger_file_makes_more_room_at_once(tmp_path: Path) -
 async def test_settle_of_a_file_larger_than_the_budget_keeps_everything_else(
     tmp_path: Path,
 ) -> None:
-    with opened(tmp_path, Limits(3 * SIZE)) as store:
+    with opened(tmp_path, 3 * SIZE) as store:
         await save(store, 1)
         with pytest.raises(NoRoom, match="more than max_store_bytes"):
             await save(store, 2, 4 * SIZE)
@@ -137,7 +136,7 @@ async def test_settle_of_a_file_larger_than_the_budget_keeps_everything_else(
 
 
 async def test_room_is_never_made_of_what_is_in_use_or_pinned(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(3 * SIZE)) as store:
+    with opened(tmp_path, 3 * SIZE) as store:
         used, pinned, idle = [await save(store, mark) for mark in range(3)]
         await store.pin(pinned.id, is_pinned=True)
         with store.keep(used):
@@ -154,7 +153,7 @@ async def test_room_is_never_made_of_what_is_in_use_or_pinned(tmp_path: Path) ->
 async def test_what_the_new_state_replaces_goes_only_if_nothing_else_suffices(
     tmp_path: Path,
 ) -> None:
-    with opened(tmp_path, Limits(2 * SIZE)) as store:
+    with opened(tmp_path, 2 * SIZE) as store:
         older, other = [await save(store, mark) for mark in range(2)]
         replaces = frozenset({older.id})
         await store.discard(await store.reserve(claim(replaces=replaces)))
@@ -170,7 +169,7 @@ async def test_reserve_whose_removals_fail_leaves_everything_as_it_was(
     def fail(*_: Any) -> None:
         raise StoreFault("full")
 
-    with opened(tmp_path, Limits(2 * SIZE)) as store:
+    with opened(tmp_path, 2 * SIZE) as store:
         ids = {(await save(store, mark)).id for mark in range(2)}
         with monkeypatch.context() as patch:
             patch.setattr(Index, "delete", fail)
@@ -181,7 +180,7 @@ async def test_reserve_whose_removals_fail_leaves_everything_as_it_was(
 
 
 async def test_reserve_whose_caller_is_cancelled_gives_its_bytes_back(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(2 * SIZE)) as store:
+    with opened(tmp_path, 2 * SIZE) as store:
         for mark in range(2):
             await save(store, mark)
         go_on = hold_writer(store)
@@ -205,7 +204,8 @@ def give_free(monkeypatch: pytest.MonkeyPatch, directory: Path, n_bytes: int) ->
 async def test_free_space_is_left_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, Limits(100 * SIZE, min_free_bytes=5 * SIZE)) as store:
+    monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 5 * SIZE)
+    with opened(tmp_path, 100 * SIZE) as store:
         give_free(monkeypatch, tmp_path, 8 * SIZE)
         for mark in range(3):
             await save(store, mark)
@@ -225,7 +225,8 @@ async def test_free_space_is_left_before_anything_is_written(
 async def test_a_passing_file_may_use_the_space_that_is_to_stay_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, Limits(100 * SIZE, min_free_bytes=5 * SIZE)) as store:
+    monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 5 * SIZE)
+    with opened(tmp_path, 100 * SIZE) as store:
         give_free(monkeypatch, tmp_path, 2 * SIZE)
         with pytest.raises(NoRoom):
             await store.reserve(claim())
@@ -241,7 +242,7 @@ async def test_open_with_a_smaller_budget_brings_the_store_within_it(tmp_path: P
             await save(store, mark)
         [pinned, *_] = store
         await store.pin(pinned.id, is_pinned=True)
-    with opened(tmp_path, Limits(2 * SIZE)) as store:
+    with opened(tmp_path, 2 * SIZE) as store:
         assert bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
         assert store.get(pinned.id) is not None
         assert (store.report["n_checkpoints"], store.report["n_over_budget"]) == (2, 3)
@@ -288,7 +289,7 @@ async def test_records_without_the_newer_fields_are_read(tmp_path: Path) -> None
 
 
 async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None:
-    with opened(tmp_path, Limits(1 << 30)) as store:
+    with opened(tmp_path, 1 << 30) as store:
         present, made = Present(time.time()), list[Checkpoint]()
         for number in range(5):
             used_at = present.now - 3600 * number
@@ -300,7 +301,7 @@ async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None
         assert list(store.index.least_valuable()) == expected
         assert [c.id for c in store.newest(2)] == expected[:-3:-1]
         assert [v.id for v in store.victims(1 << 30, present)] == expected[:-1]
-    with opened(tmp_path, Limits(1 << 30)) as store:
+    with opened(tmp_path, 1 << 30) as store:
         assert list(store.index.least_valuable()) == expected
         assert [c.id for c in store.quarantined] == expected[:1]
         assert store.pinned_bytes == made[4].size_bytes
@@ -309,7 +310,7 @@ async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None
 async def test_victims_are_chosen_without_reading_the_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path, Limits(1 << 30)) as store:
+    with opened(tmp_path, 1 << 30) as store:
         for number in range(3 * N_COMPARED):
             await store.commit(*new_state(store, run_of(20, start=1000 * number)))
         read, record = list[CheckpointId](), store.index.record

@@ -29,7 +29,6 @@ from proxy.shared.bucket import Bucket, survey
 from proxy.shared.objects import Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
-from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
@@ -113,7 +112,7 @@ def start(tmp_path: Path) -> Start:
     ) -> AsyncIterator[Machine]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
-        with opened(directory, Limits(64 << 20)) as store:
+        with opened(directory, 64 << 20) as store:
             known = [KnownNamespace(MODEL, canary, "coder")]
             await store.put_value(namespaces_name("static"), known)
             metrics = Metrics()

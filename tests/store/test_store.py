@@ -8,7 +8,6 @@ import shutil
 import stat
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,7 +26,6 @@ from proxy.core.tokens import (
     token_ids,
 )
 from proxy.errors import StateDamaged, StoreFault, StoreLocked
-from proxy.store.catalogue import Limits
 from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
@@ -198,7 +196,7 @@ async def test_quarantine_for_good_outlives_the_process_and_makes_a_checkpoint_t
     with opened(tmp_path) as store:
         assert {c.id: c.quarantine for c in store} == {good.id: None, bad.id: quarantine}
         assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
-    with opened(tmp_path, replace(BUDGET, max_bytes=good.size_bytes + 1)) as store:
+    with opened(tmp_path, good.size_bytes + 1) as store:
         assert [c.id for c in store] == [good.id]
 
 
@@ -552,7 +550,7 @@ async def test_foreign_files_in_the_directory_are_untouched(tmp_path: Path) -> N
     (tmp_path / "folder").mkdir()
     with opened(tmp_path) as store:
         await store.commit(*new_state(store, run_of(300)))
-    with opened(tmp_path, Limits(1)) as store:
+    with opened(tmp_path, 1) as store:
         assert len(store) == 0
     assert all((tmp_path / name).read_bytes() == b"keep me" for name in foreign)
     assert (tmp_path / "folder").is_dir()

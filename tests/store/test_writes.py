@@ -9,7 +9,6 @@ import pytest
 from proxy.core.eviction import Present
 from proxy.core.saving import Claim
 from proxy.errors import WRITE_BUDGET, NoRoom
-from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import opened
 from tests.store.test_room import SIZE, claim, save
@@ -17,8 +16,8 @@ from tests.store.test_room import SIZE, claim, save
 LARGE = 1 << 20
 
 
-def limits(n_files_per_day: int) -> Limits:
-    return Limits(LARGE, 0, n_files_per_day * SIZE)
+def limits(n_files_per_day: int) -> tuple[int, int]:
+    return LARGE, n_files_per_day * SIZE
 
 
 async def write(store: CheckpointStore, wanted: Claim, n_bytes: int = SIZE) -> str:
@@ -29,7 +28,7 @@ async def write(store: CheckpointStore, wanted: Claim, n_bytes: int = SIZE) -> s
 
 
 async def test_committed_file_is_counted_once_and_as_large_as_it_is(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(0)) as store:
+    with opened(tmp_path, *limits(0)) as store:
         seen: list[int] = []
         store.writes.on_write = seen.append
         await save(store, 1, size_bytes=70)
@@ -37,7 +36,7 @@ async def test_committed_file_is_counted_once_and_as_large_as_it_is(tmp_path: Pa
 
 
 async def test_file_that_was_not_kept_is_counted(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(0)) as store:
+    with opened(tmp_path, *limits(0)) as store:
         await store.discard(await write(store, claim(), 70))
         assert store.writes.last_day_bytes == 70
         settled = await write(store, claim(), 30)
@@ -49,7 +48,7 @@ async def test_file_that_was_not_kept_is_counted(tmp_path: Path) -> None:
 
 
 async def test_budget_refuses_what_would_exceed_it_and_makes_no_room_for_it(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(3)) as store:
+    with opened(tmp_path, *limits(3)) as store:
         for mark in range(3):
             await save(store, mark)
         with pytest.raises(NoRoom, match="max_write_bytes_per_day") as refused:
@@ -59,7 +58,7 @@ async def test_budget_refuses_what_would_exceed_it_and_makes_no_room_for_it(tmp_
 
 
 async def test_saves_at_the_same_time_cannot_exceed_it_together(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(3)) as store:
+    with opened(tmp_path, *limits(3)) as store:
         begun = await asyncio.gather(*(store.reserve(claim()) for _ in range(3)))
         with pytest.raises(NoRoom):
             await store.reserve(claim())
@@ -68,7 +67,7 @@ async def test_saves_at_the_same_time_cannot_exceed_it_together(tmp_path: Path) 
 
 
 async def test_probe_is_counted_and_never_refused(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(1)) as store:
+    with opened(tmp_path, *limits(1)) as store:
         for _ in range(2):
             await store.discard(await write(store, claim(is_passing=True)))
         assert store.writes.last_day_bytes == 2 * SIZE
@@ -77,12 +76,12 @@ async def test_probe_is_counted_and_never_refused(tmp_path: Path) -> None:
 
 
 async def test_count_survives_a_restart_and_a_crash(tmp_path: Path) -> None:
-    with opened(tmp_path, limits(3)) as store:
+    with opened(tmp_path, *limits(3)) as store:
         await save(store, 1)
         await save(store, 2)
         # What a crash would leave: the index as it is now, without anything that closing writes.
         assert store.index.value("written", object) is not None
-    with opened(tmp_path, limits(3)) as store:
+    with opened(tmp_path, *limits(3)) as store:
         assert store.writes.last_day_bytes == 2 * SIZE
         await save(store, 3)
         with pytest.raises(NoRoom):
@@ -93,7 +92,7 @@ async def test_what_is_scarce_goes_to_what_spares_most(tmp_path: Path) -> None:
     def sparing(seconds: float) -> Claim:
         return Claim(SIZE, Present(time.time()), spared_seconds=seconds)
 
-    with opened(tmp_path, limits(10)) as store:
+    with opened(tmp_path, *limits(10)) as store:
         for _ in range(5):
             assert store.writes.has_plenty
             await store.discard(await write(store, sparing(1.0)))

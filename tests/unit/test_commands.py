@@ -218,7 +218,7 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
 
 def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("max_requests: 7\nlog_level: debug\nstabilizers: [safe, sticky_date]\n")
+    file.write_text("drain_seconds: 7\nlog_level: debug\nstabilizers: [safe, sticky_date]\n")
     environment = {
         "LLAMA_PREFIX_CACHE_LOG_LEVEL": "error",
         "LLAMA_PREFIX_CACHE_UPSTREAM_API_KEY": "secret",
@@ -228,14 +228,13 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     result = CliRunner(env=environment).invoke(main, ["config", "--json", *flags])
     told = {name: (row["value"], row["from"]) for name, row in json.loads(result.output).items()}
     assert told.keys() == set(NAMES) and "secret" not in result.output
-    assert told["max_requests"] == ("7", str(file)) and told["log_level"] == (
+    assert told["drain_seconds"] == ("7", str(file)) and told["log_level"] == (
         "error",
         "environment",
     )
     assert told["stabilizers"] == ("safe, sticky_date", str(file))
     assert told["admin"] == ("127.0.0.1:9", "command line")
     assert told["max_store_bytes"] == ("20000000000", "command line")
-    assert told["min_free_bytes"] == ("2GiB", "default")
     assert told["slot_save_path"] == (str(tmp_path / "llama-prefix-cache"), "default")
     shown = CliRunner(env=environment).invoke(main, ["config", *flags]).output
     assert re.search(r"^log_level +error +environment *", shown, re.M)

@@ -35,10 +35,10 @@ def test_settings_without_sources_are_the_defaults(tmp_path: Path) -> None:
 
 
 def test_settings_from_file_environment_and_flags_beat_each_other_in_order(tmp_path: Path) -> None:
-    file = "max_requests: 1\nlog_level: debug\ndrain_seconds: 7\nlisten: 0.0.0.0:9000\n"
-    environment = {"MAX_REQUESTS": "2", "LOG_LEVEL": "error", "DRAIN_SECONDS": "8"}
-    settings = load(tmp_path, {"max_requests": 3, "log_level": None}, environment, file)
-    assert settings.max_requests == 3
+    file = "ahead_seconds: 1\nlog_level: debug\ndrain_seconds: 7\nlisten: 0.0.0.0:9000\n"
+    environment = {"AHEAD_SECONDS": "2", "LOG_LEVEL": "error", "DRAIN_SECONDS": "8"}
+    settings = load(tmp_path, {"ahead_seconds": 3, "log_level": None}, environment, file)
+    assert settings.ahead_seconds == 3
     assert settings.log_level == "error"
     assert settings.drain_seconds == 8.0
     assert settings.listen == "0.0.0.0:9000"
@@ -120,9 +120,9 @@ def test_unknown_key_in_the_file_is_refused_with_its_source_and_the_nearest_name
 
 
 def test_unknown_variable_with_our_prefix_is_refused(tmp_path: Path) -> None:
-    message = refusal(tmp_path, environment={"MAX_REQUEST": "3"})
-    assert "environment: LLAMA_PREFIX_CACHE_MAX_REQUEST is no setting" in message
-    assert "perhaps LLAMA_PREFIX_CACHE_MAX_REQUESTS" in message
+    message = refusal(tmp_path, environment={"DRAIN_SECOND": "3"})
+    assert "environment: LLAMA_PREFIX_CACHE_DRAIN_SECOND is no setting" in message
+    assert "perhaps LLAMA_PREFIX_CACHE_DRAIN_SECONDS" in message
 
 
 def test_variable_that_names_the_file_is_allowed(tmp_path: Path) -> None:
@@ -137,12 +137,14 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "name"),
     [
-        ("max_requests: many", "max_requests"),
-        ("max_requests: '3'", "max_requests"),
-        ("max_requests: 1.5", "max_requests"),
-        ("max_requests: true", "max_requests"),
-        ("max_requests: 0", "max_requests"),
-        ("max_requests:", "max_requests"),
+        ("drain_seconds: many", "drain_seconds"),
+        ("drain_seconds: '3'", "drain_seconds"),
+        ("drain_seconds: true", "drain_seconds"),
+        ("drain_seconds:", "drain_seconds"),
+        ("max_store_bytes: 1.5", "max_store_bytes"),
+        ("max_store_bytes: true", "max_store_bytes"),
+        ("max_store_bytes: 0", "max_store_bytes"),
+        ("max_store_bytes:", "max_store_bytes"),
         ("idle_save_seconds: 0", "idle_save_seconds"),
         ("idle_save_seconds: .nan", "idle_save_seconds"),
         ("drain_seconds: -1", "drain_seconds"),
@@ -171,17 +173,17 @@ def test_impossible_value_in_the_file_is_refused_by_name(
 
 @pytest.mark.parametrize("value", ["many", "0", "-3", "1.5", ""])
 def test_impossible_value_in_the_environment_is_refused_by_name(tmp_path: Path, value: str) -> None:
-    message = refusal(tmp_path, environment={"MAX_REQUESTS": value})
-    assert message.startswith("environment: ") and "max_requests" in message
+    message = refusal(tmp_path, environment={"MAX_STORE_BYTES": value})
+    assert message.startswith("environment: ") and "max_store_bytes" in message
 
 
 def test_impossible_flag_is_refused_by_name(tmp_path: Path) -> None:
-    message = refusal(tmp_path, flags={"max_requests": 0})
-    assert message.startswith("command line: ") and "max_requests" in message
+    message = refusal(tmp_path, flags={"idle_save_seconds": 0})
+    assert message.startswith("command line: ") and "idle_save_seconds" in message
 
 
 def test_impossible_value_is_refused_even_if_a_flag_overrides_it(tmp_path: Path) -> None:
-    message = refusal(tmp_path, flags={"max_requests": 5}, file="max_requests: 0")
+    message = refusal(tmp_path, flags={"idle_save_seconds": 5}, file="idle_save_seconds: 0")
     assert message.startswith(str(tmp_path / "config.yaml"))
 
 

@@ -34,7 +34,6 @@ ATTENTION, RECURRENT = (Section(kind, 1, False, 1, (), ()) for kind in ("attenti
 SETTINGS = Settings(
     slot_save_path="/states",
     max_store_bytes=20 * GIB,
-    min_free_bytes=0,
     admin="127.0.0.1:8082",
     idle_save_seconds=10.0,
 )

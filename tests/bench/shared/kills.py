@@ -26,7 +26,6 @@ from proxy.shared.bucket import Bucket
 from proxy.shared.objects import Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
-from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
 from tests.bench.moving import new_folder
@@ -48,7 +47,7 @@ MAX_SECONDS = 2.0
 """A kill comes at most so long after the store is open."""
 ROW_BYTES = (256, 1536)
 """States of 2 and 12 MB: in one part, and in two."""
-LIMITS, CAPACITY = Limits(40 << 20), SharedLimits(capacity=120 << 20)
+LIMITS, CAPACITY = 40 << 20, SharedLimits(capacity=120 << 20)
 MODEL = Namespace(b"m" * 16)
 OURS = tenant_namespace(MODEL, b"")
 RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * 5)

@@ -68,7 +68,7 @@ TROUBLE = Row(
             (Query(per_minute("unanswered_requests", "reason"), "{{reason}}"),),
             "reqpm",
             "client left: agents give up requests all the time. llama-server gone: it died or was "
-            "restarted. queue full: over max_requests.",
+            "restarted. queue full: over 256 at once.",
             width=12,
             colors={
                 "client left": DULL,
