@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from proxy import app
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models
 from proxy.servers import addresses, models
@@ -78,6 +79,23 @@ async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
         gate.open()
         assert (await waiting).status == 200
         assert (served_by(free), served_by(busy)) == (n_before[0] + 1, n_before[1])
+        here.open()
+        there.open()
+        await asyncio.gather(*running)
+
+
+async def test_limit_on_requests_grows_with_the_llama_servers(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_REQUESTS", 1)
+    async with start_rig(n_slots=1) as rig, two_servers(rig) as second:
+        here = rig.server.hold("generate", n_calls=1)
+        there = second.hold("generate", n_calls=1)
+        running = [rig.begin_chat("a"), rig.begin_chat("b")]
+        await here.reached()
+        await there.reached()
+        reply = await rig.post("/v1/chat/completions", {"messages": [], "max_tokens": 1})
+        assert (reply.status, "2 requests" in str(reply.content)) == (503, True)
         here.open()
         there.open()
         await asyncio.gather(*running)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -199,6 +200,15 @@ async def test_reserve_whose_caller_is_cancelled_gives_its_bytes_back(tmp_path: 
 def give_free(monkeypatch: pytest.MonkeyPatch, directory: Path, n_bytes: int) -> None:
     """Let the disk have so much space for the store and what is left beside it."""
     monkeypatch.setattr(StateFiles, "free_bytes", lambda _: n_bytes - bytes_in(directory))
+
+
+@pytest.mark.parametrize(("disk_bytes", "reserve_bytes"), [(1 << 40, 2 << 30), (20 << 30, 1 << 30)])
+def test_less_is_left_free_on_a_small_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_bytes: int, reserve_bytes: int
+) -> None:
+    status = SimpleNamespace(f_blocks=disk_bytes >> 12, f_frsize=1 << 12)
+    monkeypatch.setattr("os.statvfs", lambda _: status)
+    assert StateFiles(tmp_path).reserve_bytes() == reserve_bytes
 
 
 async def test_free_space_is_left_before_anything_is_written(
