@@ -12,7 +12,7 @@ from aiohttp import web
 from proxy import app
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models
-from proxy.servers import addresses, models
+from proxy.servers import addresses
 from proxy.servers.server import Phase
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
@@ -193,7 +193,7 @@ async def hosted(
         return web.json_response({"error": {"message": "no such model"}}, status=404)
 
     monkeypatch.setattr(addresses, "recognise", recognise)
-    monkeypatch.setattr(models, "_LOOK_SECONDS", 0.03)
+    monkeypatch.setattr(addresses, "_LOOK_SECONDS", 0.03)
     runner = web.ServerRunner(web.Server(refuse))
     await runner.setup()
     try:
