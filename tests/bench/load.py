@@ -149,7 +149,7 @@ class Load:
         has_beside: bool,
     ) -> None:
         self._seconds, self._n_clients, self._n_slots = seconds, n_clients, n_slots
-        self._limits = store_bytes
+        self._store_bytes = store_bytes
         options = {
             "--max-store-bytes": store_bytes,
             "--idle-save-seconds": 3600,
@@ -290,7 +290,7 @@ class Load:
             ("slot", "tokens held", "tokens of these in one state"),
         )
         await asyncio.to_thread(stack.server.stop)
-        with closing(CheckpointStore(stack.slots, self._limits)) as store:
+        with closing(CheckpointStore(stack.slots, self._store_bytes)) as store:
             for slot_id, tokens in enumerate(held):
                 n_saved = 0
                 for checkpoint in store:
