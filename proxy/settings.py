@@ -22,7 +22,7 @@ from proxy.stabilize.model import SWITCHES
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
 """File beside the states with a token that the proxy has made."""
-MAX_REQUESTS = 256
+MAX_REQUESTS = 1024
 """Generation requests for each URL of `upstream` that run or wait at once; more are answered 503."""
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -136,7 +136,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     upstream_wait_seconds: Seconds = 60.0
     """How long a request waits for a llama-server that is away or loading.
 
-    At most 256 requests for each URL of upstream run or wait at once. After this time a request is
+    At most 1,024 requests for each URL of upstream run or wait at once. After this time a request is
     answered 503 with Retry-After. When llama-server has been unreachable for this long,
     or was never reached, requests fail at once. Set more than a large model takes to load.
     """

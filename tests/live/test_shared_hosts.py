@@ -77,7 +77,7 @@ async def open_pair(
 
 @pytest.fixture
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_shared_store(monkeypatch)
+    wait_for_shared_store(monkeypatch, at_any_rate=True)
 
 
 @pytest.mark.usefixtures("_patience")

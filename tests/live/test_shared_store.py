@@ -97,7 +97,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLi
 
 @pytest.fixture
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_shared_store(monkeypatch)
+    wait_for_shared_store(monkeypatch, at_any_rate=True)
 
 
 def sealed_bucket(tmp_path: Path) -> dict[str, str]:
@@ -169,7 +169,7 @@ async def test_slow_listing_is_in_no_request_s_way_that_it_can_spare_nothing(
             await machines.ask(0, first)
         assert lists.count(here.remote.bucket) == n_before
 
-        wait_for_shared_store(monkeypatch)
+        wait_for_shared_store(monkeypatch, at_any_rate=True)
         await machines.ask(0, second)
         record, ledger = await machines.ask(1, third), Ledger(machines.rigs[0])
         *_, n_new = [await ledger.enter(messages) for messages in (first, second, third)]
