@@ -8,8 +8,9 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import aiohttp
 import uvloop
@@ -48,13 +49,50 @@ class EventLoop(uvloop.Loop):
         return await super().getaddrinfo(host, port, **{"type": socket.SOCK_STREAM, **hints})
 
 
+class ReplyHandler(ResponseHandler):
+    """aiohttp's protocol, but when a connection ends, or is given up, so do its answer and its socket.
+
+    aiohttp lets a reader wait for ever behind a chunk that is none, takes an answer without a length for
+    whole after a reset, and keeps a socket until its server has read all that was sent. `on_change` is
+    called when data of the answer, or its end, has come.
+    """
+
+    on_change: Callable[[], None] = staticmethod(lambda: None)
+
+    def close(self) -> None:
+        self.set_exception(aiohttp.ClientConnectionError("it was cut"))
+        self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if data:  # a reader that makes room passes none, and reads on by itself
+            self.on_change()
+
+    def eof_received(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_lost(self, error: BaseException | None) -> None:
+        if isinstance(error, OSError):
+            self.set_exception(aiohttp.ClientOSError(*error.args))
+        super().connection_lost(error)
+        self.on_change()
+
+    def set_exception(self, *errors: BaseException) -> None:
+        if self._payload is not None and not self._payload.is_eof():
+            self._payload.set_exception(aiohttp.ClientPayloadError("it broke off"))
+        super().set_exception(*errors)
+
+
 def new_session() -> aiohttp.ClientSession:
     """Return the client session for traffic to llama-server; no connection is used again.
 
     llama-server closes idle connections at any time, and few requests can be repeated safely.
     """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector._factory = partial(ReplyHandler, asyncio.get_running_loop())  # type: ignore[assignment]
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -88,29 +126,19 @@ def literal_address(base_url: str) -> Address | None:
     return Address(found[1], found[2].strip("[]"), int(found[3] or 80), found[4] or "")
 
 
-class Reply:
+class Reply(AbstractAsyncContextManager["Reply"]):
     """An answer, with those names of aiohttp's ClientResponse that a relay needs."""
 
     def __init__(
         self,
         method: str,
-        connection: ResponseHandler,
+        connection: ReplyHandler,
         head: RawResponseMessage,
         content: aiohttp.StreamReader,
     ) -> None:
         self.method, self.connection, self.content = method, connection, content
         self.status, self.reason, self.headers = head.code, head.reason, head.headers
-
-    async def read(self) -> bytes:
-        """Return the rest of the answer; raises aiohttp.ClientError."""
-        return await self.content.read()
-
-    def close(self) -> None:
-        if self.connection.transport is not None:
-            self.connection.transport.abort()
-
-    async def __aenter__(self) -> Self:
-        return self
+        self.read, self.close = content.read, connection.close
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
@@ -133,7 +161,7 @@ async def send(
         if connected.connect_ex(there) and connected.connect_ex(there):
             async with asyncio.timeout(CONNECT_SECONDS):
                 await loop.sock_connect(connected, there)
-        protocol = partial(ResponseHandler, loop)
+        protocol = partial(ReplyHandler, loop)
         transport, connection = await loop.create_connection(protocol, sock=connected)
     except BaseException as error:
         connected.close()
@@ -150,13 +178,14 @@ async def send(
         target = (address.path + path).partition("#")[0]
         if method == "POST":
             headers["Content-Length"] = str(len(body))  # in place of the client's own
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {address.name}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        lines.append("\r\n")
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        begin = f"{method} {target} HTTP/1.1\r\nHost: {address.name}\r\n{fields}\r\n"
         # As aiohttp does, leave out bytes that are no UTF-8.
-        transport.writelines(("\r\n".join(lines).encode(errors="ignore"), body))
+        transport.writelines((begin.encode(errors="ignore"), body))
+        if transport.is_closing():  # it was reset before, so nothing was written
+            raise CannotConnect(f"{address.host}:{address.port} closed the connection")
         head, content = await connection.read()
-        while head.code < 200:  # llama-server goes on
+        while 100 <= head.code < 200 and head.code != 101:  # llama-server goes on
             head, content = await connection.read()
     except BaseException as error:
         transport.abort()
@@ -164,23 +193,3 @@ async def send(
             raise aiohttp.ClientError(error.message) from error
         raise
     return Reply(method, connection, head, content)
-
-
-class Tap(asyncio.Protocol):
-    """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
-
-    def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
-        assert isinstance(protocol, ResponseHandler)
-        self.protocol = protocol
-        self._on_change = on_change
-        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
-        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
-        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
-
-    def data_received(self, data: bytes) -> None:
-        self.protocol.data_received(data)
-        self._on_change()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.protocol.connection_lost(error)
-        self._on_change()

@@ -13,7 +13,7 @@ from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import NOT_CONNECTED, Reply, Tap, end_to_end
+from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
 from proxy.llama.requests import generation_route
 from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
@@ -148,8 +148,10 @@ class Exchange:
             if task := asyncio.current_task():
                 task.uncancel()
         except aiohttp.ClientError as error:
-            await self._break_off(error, has_token=reader.has_token)
-            return Answer(answer.status, None, self._first_token_at, is_broken=True)
+            if not (reader.is_complete and _is_of_type(answer, _EVENTS)):
+                await self._break_off(error, has_token=reader.has_token)
+                return Answer(answer.status, None, self._first_token_at, is_broken=True)
+            await self.writer.end()
         self.is_answered = True
         timings, calls = reader.timings(), reader.calls()
         return Answer(answer.status, timings, self._first_token_at, calls=calls, said=reader.said)
@@ -167,8 +169,6 @@ class Exchange:
             if passed.done():
                 return
             try:
-                if error := content.exception():
-                    raise error
                 while not writer.is_full and (chunk := content.read_nowait()):
                     if target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
@@ -180,10 +180,8 @@ class Exchange:
                 passed.set_exception(error)
 
         writer.on_room = advance
-        transport = answer.connection.transport if answer.connection is not None else None
-        if transport is not None:
-            transport.set_protocol(tap := Tap(transport.get_protocol(), advance))
-            tap.protocol.force_close()  # the connection serves no other answer
+        if answer.connection is not None and (transport := answer.connection.transport):
+            transport.get_protocol().on_change = advance  # type: ignore[attr-defined]
         advance()
         await passed
 
@@ -228,6 +226,8 @@ class Exchange:
             headers["Content-Type"] = "text/event-stream"
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
+        elif _is_of_type(answer, _EVENTS):
+            headers.popall("Content-Length", None)  # edits and an error at the end make it another
         body = edited[1] if edited is not None and len(edited[1]) <= PIECE_BYTES else None
         kind = web.StreamResponse if body is None else partial(web.Response, body=body)
         response = kind(status=answer.status, reason=answer.reason, headers=headers)
@@ -249,7 +249,7 @@ class Exchange:
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
-            self.writer.write(error_event(self.path, ServerAway(told)))
+            self.writer.write(b"\n\n" + error_event(self.path, ServerAway(told)))
             await self.writer.end()
         else:
             await self.writer.delivered()
