@@ -77,6 +77,7 @@ class ReplyHandler(ResponseHandler):
             self.set_exception(aiohttp.ClientOSError(*error.args))
         super().connection_lost(error)
         self.on_change()
+        self.on_change = ReplyHandler.on_change
 
     def set_exception(self, *errors: BaseException) -> None:
         if self._payload is not None and not self._payload.is_eof():

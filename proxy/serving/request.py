@@ -58,7 +58,7 @@ def do_nothing() -> None:
     """Do nothing when llama-server starts a request."""
 
 
-def _not_looked_up() -> Cause:
+def not_looked_up() -> Cause:
     return Cause.NOT_LOOKED_UP
 
 
@@ -122,7 +122,7 @@ class Request:
     account: Account | None = None
     answer: Answer | None = None
     answered_at: float = 0.0
-    foresee: Callable[[], Cause] = _not_looked_up
+    foresee: Callable[[], Cause] = not_looked_up
     keeps_text: bool = False
     shared: str = ""
     fetch_seconds: float = 0.0
@@ -159,7 +159,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
+        self.answered_at, self.foresee, self.shared = 0.0, not_looked_up, ""
         self.fetch_seconds = 0.0
         self.conversation, self.extends, self.is_brief = None, None, False
 

@@ -21,9 +21,9 @@ from proxy.llama.requests import (
 )
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
-from proxy.serving.request import Request
+from proxy.serving.request import Request, not_looked_up
 from proxy.serving.tenants import keys_of, tenant_of
-from proxy.web.relay import Exchange
+from proxy.web.relay import Exchange, untold
 from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20
@@ -141,6 +141,8 @@ class Front:
                 self.report.unanswered(request, error)
             raise
         finally:
+            # What refers to each other keeps the body until Python collects garbage.
+            exchange.tell, request.foresee = untold, not_looked_up
             await exchange.writer.stop_keeping()
 
     async def _read_body(self, request: web.Request) -> bytes:

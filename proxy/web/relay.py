@@ -24,6 +24,11 @@ _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
 
 
+def untold() -> Told:
+    """Return that nothing goes with an answer."""
+    return NOTHING_TOLD
+
+
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
@@ -42,7 +47,7 @@ class Exchange:
         self.path = path
         self.route = generation_route(client.method, path)
         self.writer = ClientWriter(client, unread)
-        self.tell: Callable[[], Told] = lambda: NOTHING_TOLD
+        self.tell: Callable[[], Told] = untold
         self._told = NOTHING_TOLD
         self.is_answered = False
         self._has_begun = False
@@ -183,7 +188,10 @@ class Exchange:
         if answer.connection is not None and (transport := answer.connection.transport):
             transport.get_protocol().on_change = advance  # type: ignore[attr-defined]
         advance()
-        await passed
+        try:
+            await passed
+        finally:
+            writer.on_room = do_nothing
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
         """Write *passed_on* to the client in place of a chunk of the answer, and read the chunk.

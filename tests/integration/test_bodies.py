@@ -1,15 +1,21 @@
 """What clients send reaches llama-server byte for byte, but for the fields that the proxy owns."""
 
+import gc
 import gzip
 import json
+import weakref
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from proxy import app
 from proxy.core.messages import Route
+from proxy.web.relay import Exchange
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION
 from tests.lab.clients.catalogue import ROWS
+from tests.lab.waiting import until
 
 ODD = (
     b' \n{ "tools" : [{"z":1,"a":{"y":2.50,"b":1e2}}],\t"messages":[ {"content":"h\\u00e9\\/llo",'
@@ -183,3 +189,28 @@ async def test_body_that_is_nested_too_deep_to_look_into_is_served(start_rig: St
     body = b'{"messages":[{"role":"user","content":' + nested + b"}]}"
     async with start_rig(n_slots=1) as rig:
         assert (await rig.post(CHAT, body)).status == 200
+
+
+async def test_no_garbage_must_be_collected_before_a_body_is_let_go(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[object]] = []
+    begin = Exchange.__init__
+
+    def note(exchange: Exchange, client: web.Request, *rest: Any) -> None:
+        begin(exchange, client, *rest)
+        kept.extend((weakref.ref(exchange), weakref.ref(client)))
+
+    monkeypatch.setattr(Exchange, "__init__", note)
+    async with start_rig() as rig:
+        gc.collect()
+        gc.disable()
+        try:
+            for name in "aab":
+                await rig.chat(name)
+                await rig.chat(name, stream=True)
+            await rig.post("/v1/messages", ODD)
+            await rig.settled()
+            await until(lambda: len(kept) == 14 and not any(it() for it in kept))
+        finally:
+            gc.enable()
