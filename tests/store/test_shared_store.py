@@ -26,7 +26,7 @@ from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket, survey
-from proxy.shared.objects import Sealing
+from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.known_models import namespaces_name
@@ -238,6 +238,27 @@ async def test_slow_listing_is_begun_only_for_a_request_that_may_be_spared_more(
         assert look is not None and await look < 1.0, "it is quick again"
 
 
+async def test_single_slow_listing_keeps_no_request_from_the_next_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        await a.find(run_of(3000))
+        folder, quick = a.tier.remote.folder(OURS), asyncio.get_running_loop().create_future()
+        quick.set_result(0.005)
+        monkeypatch.setitem(a.tier._looks, (folder, False), (time.monotonic(), quick))
+        listed = a.tier.remote.bucket.list
+
+        async def slow(*arguments: Any) -> AsyncIterator[list[Listed]]:
+            await asyncio.sleep(0.05)
+            async for batch in listed(*arguments):
+                yield batch
+
+        monkeypatch.setattr(a.tier.remote.bucket, "list", slow)
+        assert [await a.tier.look(folder) for _ in range(3)] == [0.01, 0.02, 0.04]
+        assert a.tier.look_since(OURS, time.monotonic(), 0.03) is None
+        assert a.tier.look_since(OURS, time.monotonic(), 0.05) is not None
+
+
 async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
     start: Start, tmp_path: Path
 ) -> None:
@@ -345,6 +366,7 @@ async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) ->
 _LISTS = """
 import asyncio, sys
 from proxy.shared.bucket import Bucket
+from proxy.shared.objects import Listed
 
 async def list_all():
     return [batch async for batch in Bucket(sys.argv[1]).list("v1")]
