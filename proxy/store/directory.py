@@ -230,8 +230,7 @@ class StoreDirectory:
 
         If StoreFault or OSError is raised, neither file nor entry is left.
         """
-        checkpoint, *_ = entry
-        name = checkpoint.file_name
+        name = (checkpoint := entry[0]).file_name
         stamp = self.files.seal(temporary_name_of(name), name)
         try:
             if stamp[1] != checkpoint.size_bytes:

@@ -18,7 +18,7 @@ from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.rates import Rates, UnitCost
-from proxy.core.sharing import SharedLimits
+from proxy.core.sharing import ENTERING, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
@@ -166,6 +166,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
         (local,) = b.store.find(OURS, longer)
         assert local.checkpoint.id == fetched.id and local.n_common == 2500, "token by token"
         assert b.sample("shared_states_total", direction="down") == 1
+        assert b.tier.downloads.entering != ENTERING, "measured"
         # What came from there does not go there again.
         await b.tier.uploads.drain(SECOND)
         assert b.sample("shared_states_total", direction="up") == 0
