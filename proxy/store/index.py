@@ -271,7 +271,10 @@ class Index:
             return [CheckpointId(_PLACE.unpack(key)[1]) for key in keys]
 
     def put(self, *entries: Entry, newer: Newer = NOTHING_NEWER) -> None:
-        """Add checkpoints, and what is *newer*, in one transaction: this is the commit."""
+        """Add checkpoints, and what is *newer* of those that still exist: one transaction, the commit.
+
+        New scores replace those of the index, except the scores of pins and quarantines.
+        """
         with self._writing() as txn:
             for checkpoint, tokens, hashes in entries:
                 key = _ID.pack(checkpoint.id)
@@ -279,7 +282,18 @@ class Index:
                 txn.put(key, tokens.tobytes(), db=self._tokens)
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
-            self._put_newer(txn, newer)
+            for checkpoint in newer.checkpoints:
+                key = _ID.pack(checkpoint.id)
+                if txn.get(key, db=self._checkpoints) is not None:
+                    self._put_record(txn, key, checkpoint)
+            for checkpoint_id, score in newer.scores.items():
+                key = _ID.pack(checkpoint_id)
+                if (data := txn.get(key, db=self._summaries)) is not None:
+                    summary = Summary(*_SUMMARY.unpack(data))
+                    if not _is_fixed(summary):  # pinned or quarantined meanwhile
+                        self._put_summary(txn, key, summary._replace(score=score))
+            for name, value in newer.values.items():
+                self._put_value(txn, name, value)
 
     def _put_record(self, txn: lmdb.Transaction, key: bytes, checkpoint: Checkpoint) -> None:
         txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
@@ -294,24 +308,6 @@ class Index:
             summary = _SUMMARY.pack(*new)
             txn.put(key, summary, db=self._summaries)
             txn.put(summary[:_SCORE_BYTES] + key, b"", db=self._order)
-
-    def _put_newer(self, txn: lmdb.Transaction, newer: Newer) -> None:
-        """Rewrite the records of checkpoints that still exist, and their scores.
-
-        New scores replace those of the index, except the scores of pins and quarantines.
-        """
-        for checkpoint in newer.checkpoints:
-            key = _ID.pack(checkpoint.id)
-            if txn.get(key, db=self._checkpoints) is not None:
-                self._put_record(txn, key, checkpoint)
-        for checkpoint_id, score in newer.scores.items():
-            key = _ID.pack(checkpoint_id)
-            if (data := txn.get(key, db=self._summaries)) is not None:
-                summary = Summary(*_SUMMARY.unpack(data))
-                if not _is_fixed(summary):  # pinned or quarantined meanwhile
-                    self._put_summary(txn, key, summary._replace(score=score))
-        for name, value in newer.values.items():
-            self._put_value(txn, name, value)
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)
