@@ -28,6 +28,9 @@ often. Any measurement may have met a cold disk or a busy server."""
 MEMORY = 3.0
 """After so many large measurements, each later one corrects a part by a quarter of the difference."""
 
+_SURPRISE = 0.4
+"""What was learned counts less after a miss of more than this logarithm: 1.5 times, or two thirds."""
+
 _LARGE_TOKENS = 256
 _LARGE_BYTES = 256 << 10
 """A measurement of this size counts half, a larger one more."""
@@ -54,13 +57,15 @@ class UnitCost:
         """Return the part after a measurement was *miss* times the prediction.
 
         A miss beyond the largest step is an outlier or a lasting change: earlier measurements count half
-        from then on. A default that makes up all of a prediction gives way to the first measurement.
+        from then on, and less the larger the miss. A default that makes up all of a prediction gives way to
+        the first measurement, however fast: a disturbed server only seems slower than it is.
         """
         certainty = 1 + min(self.n_seen, MEMORY)
         largest = MAX_STEP / certainty
-        step = min(max(miss, 1 / largest), largest)
+        step = min(max(miss, 1 / largest if self.n_seen else _LEAST_SECONDS), largest)
         exponent = share * weight / certainty if self.n_seen else max(share, weight)
         n_seen = self.n_seen + share * weight if step == miss else self.n_seen / 2
+        n_seen /= max(1.0, abs(math.log(step)) / _SURPRISE)
         return UnitCost(self.seconds * step**exponent, max(n_seen, 0.1))
 
 

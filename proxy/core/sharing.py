@@ -19,8 +19,8 @@ HALF_LIFE_SECONDS = 6 * 3600.0
 UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-9))
 """The assumed cost of a link before its first transfer: 1 GB/s."""
 
-ENTER_SECONDS = 0.015
-"""How long it takes to sync and enter a state that has arrived: no fetch takes less."""
+ENTERING = Transfer(UnitCost(0.005, 1.0), UnitCost(1e-9))
+"""The assumed cost of syncing and entering a state that has arrived, until it was measured."""
 
 _TRIED_SHARE = 0.1
 """A transfer that was begun in vain costs a request this share of what evaluating takes."""
@@ -65,11 +65,12 @@ def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
 
 
 def best_fetch(
-    prompt: Prompt, now: Situation, remote: Sequence[Candidate], link: Transfer
+    prompt: Prompt, now: Situation, remote: Sequence[Candidate], *steps: Transfer
 ) -> Fetch | None:
     """Return the *remote* state that makes a prompt quickest; None if none has more reusable tokens.
 
-    Slots in use count only if no slot is free: the request then waits for one of them.
+    A fetch takes the *steps*: a link, and entering. Slots in use count only if no slot is free: the request
+    then waits for one of them.
     """
     if not remote or prompt.n_tokens >= now.n_ctx:
         return None
@@ -78,7 +79,7 @@ def best_fetch(
     found = [
         Fetch(
             c,
-            ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
+            sum(step.seconds(c.checkpoint.size_bytes) for step in steps),
             without_seconds - start.total_seconds,
         )
         for start in _starts(prompt, there)

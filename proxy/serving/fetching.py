@@ -12,7 +12,7 @@ from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, Prompt
 from proxy.core.plan import Situation, promising
 from proxy.core.rates import seconds_in_words
-from proxy.core.sharing import ENTER_SECONDS, Fetch, best_fetch, seconds_without
+from proxy.core.sharing import Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, Request
@@ -77,7 +77,7 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) 
     """Return the best state to fetch, after a listing if what is still to evaluate is worth that."""
     now = situation(process, prompt)
     _, seconds = seconds_without(prompt, now)
-    if seconds <= ENTER_SECONDS:
+    if seconds <= tier.downloads.entering.call.seconds:
         return None  # as most requests of a conversation that stays
     fetch = _best(tier, prompt, now)
     if fetch is not None and fetch.is_worth_it:
@@ -93,7 +93,7 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) 
 def _best(tier: "Tier", prompt: Prompt, now: Situation) -> Fetch | None:
     found = tier.remote.find(prompt.namespace, prompt.tokens)
     remote, _ = promising(now.rule, found, prompt.n_tokens)
-    return best_fetch(prompt, now, remote, tier.remote.link)
+    return best_fetch(prompt, now, remote, tier.remote.link, tier.downloads.entering)
 
 
 async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:

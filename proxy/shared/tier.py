@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from math import inf
 
 from proxy.core.model import Checkpoint, CheckpointId, is_same_canary
 from proxy.core.sharing import SharedLimits, choose_deletions
@@ -36,7 +37,9 @@ Found = tuple[str, int, float]
 tuples without references the garbage collector takes no notice; other objects would stall the loop."""
 
 Look = asyncio.Task[float]
-"""A listing; its result is the seconds it took, 0 if it failed."""
+"""A listing; its result is the seconds it took, 0 if it failed.
+
+A single slow one is chance: it counts for at most twice as long as the one before."""
 
 
 class Tier:
@@ -84,7 +87,8 @@ class Tier:
         """
         _, look = self._looks.get((folder, is_full), (0.0, None))
         if look is None or look.done():
-            look = self.remote.tasks.start(self._try(folder, is_full))
+            before = 0.0 if look is None or look.cancelled() else look.result()
+            look = self.remote.tasks.start(self._try(folder, is_full, 2 * before or inf))
             self._looks[folder, is_full] = time.monotonic(), look
         return look
 
@@ -100,11 +104,11 @@ class Tier:
         is_slow = look is not None and not look.cancelled() and look.result() > most_seconds
         return None if is_slow or not folder else self.look(folder)
 
-    async def _try(self, folder: str, is_full: bool) -> float:
+    async def _try(self, folder: str, is_full: bool, most_seconds: float) -> float:
         began = time.monotonic()
         try:
             await self._look(folder, is_full)
-            return time.monotonic() - began
+            return min(time.monotonic() - began, most_seconds)
         except CacheFault as fault:
             self.remote.log.debug("listing failed", why=str(fault))
         except Exception as error:

@@ -22,7 +22,7 @@ import xxhash
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim, Written
-from proxy.core.sharing import SharedLimits, bytes_at_once, seconds_for, spared_per_byte
+from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_for, spared_per_byte
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
 from proxy.llama.files import read_state_file
 from proxy.shared import objects
@@ -41,7 +41,7 @@ class Downloads:
     """Fetches states of the shared store."""
 
     def __init__(self, remote: Remote) -> None:
-        self._remote = remote
+        self._remote, self.entering = remote, ENTERING
         self._fetches: dict[CheckpointId, asyncio.Task[Checkpoint | None]] = {}
         self._n_damaged, self._damaged_until = 0, 0.0
 
@@ -107,6 +107,7 @@ class Downloads:
         try:
             if not await self._download(checkpoint, files.path(name), limit_seconds):
                 return None
+            came_at = time.monotonic()
             stamp = files.stamp(name)
             state = await asyncio.to_thread(read_state_file, files.path(name))
             if len(state.tokens) != checkpoint.n_tokens:
@@ -114,6 +115,7 @@ class Downloads:
             await store.settle(name, checkpoint.size_bytes)
             entered = entered_as(checkpoint, name, checkpoint.namespace, state)
             committed = await store.commit(replace(entered, is_fetched=True), state.tokens, stamp)
+            self.entering = self.entering.after(checkpoint.size_bytes, time.monotonic() - came_at)
         finally:
             await store.discard(name)
         self._remote.metrics.shared_states.labels("down").inc()

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.directory import Summed
 from proxy.store.index import Index
 
-_WRITTEN = "written"
+WRITTEN = "written"
 
 
 class Budget:
@@ -45,8 +45,7 @@ class Budget:
     def __init__(self, max_bytes: int, max_bytes_per_day: int, index: Index) -> None:
         self.max_bytes, self.max_bytes_per_day = max_bytes, max_bytes_per_day
         self.on_write: Callable[[int], None] = lambda _: None
-        self._index = index
-        self._written = index.value(_WRITTEN, Written) or Written()
+        self.written = index.value(WRITTEN, Written) or Written()
         self._claims: dict[str, Claim] = {}
         self._settled: dict[str, int] = {}
         """The sizes of files that were written, by name."""
@@ -61,7 +60,7 @@ class Budget:
         Raises NoRoom if the file is larger than the budget, or not worth the bytes left to write today.
         """
         limit, pending_bytes = self.max_bytes_per_day, self._unwritten_bytes
-        refusal = why_refused(claim, self._written, limit, time.time(), pending_bytes)
+        refusal = why_refused(claim, self.written, limit, time.time(), pending_bytes)
         if refusal and not claim.is_passing:
             raise NoRoom(WRITE_BUDGET, refusal)
         self._require_possible(claim.n_bytes)
@@ -100,7 +99,7 @@ class Budget:
 
     @property
     def last_day_bytes(self) -> int:
-        return self._written.last_day_bytes(time.time())
+        return self.written.last_day_bytes(time.time())
 
     @property
     def left_bytes(self) -> int | None:
@@ -113,14 +112,12 @@ class Budget:
         left_bytes = self.left_bytes
         return left_bytes is None or scarcity(left_bytes, self.max_bytes_per_day) == 0
 
-    def note_written(self, name: str, n_bytes: int) -> Callable[[], None]:
-        """Count the bytes written to a file, once; return a function that puts the count into the index."""
+    def note_written(self, name: str, n_bytes: int) -> None:
+        """Count the bytes written to a file, once."""
         claim = self._claims.get(name)
-        if claim is None or name in self._settled or not n_bytes:
-            return lambda: None
-        self._written = self._written.after(n_bytes, claim, time.time())
-        self.on_write(n_bytes)
-        return partial(self._index.put_value, _WRITTEN, self._written)
+        if claim is not None and name not in self._settled and n_bytes:
+            self.written = self.written.after(n_bytes, claim, time.time())
+            self.on_write(n_bytes)
 
 
 _FALLBACK_BYTES = 8 << 30

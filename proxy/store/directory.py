@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
+from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import (
     IndexDamaged,
     StateDamaged,
@@ -42,7 +42,7 @@ from proxy.store.files import (
     sync_names,
     temporary_name_of,
 )
-from proxy.store.index import Entry, Index, Summary
+from proxy.store.index import NOTHING_NEWER, Entry, Index, Newer, Summary
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
@@ -225,30 +225,28 @@ class StoreDirectory:
 
     # Entering, changing and removing one checkpoint.
 
-    def commit(
-        self, checkpoint: Checkpoint, tokens: TokenIds, hashes: Sequence[PrefixHash]
-    ) -> FileStamp:
-        """Give a file its final name and enter its checkpoint.
+    def commit(self, entry: Entry, newer: Newer = NOTHING_NEWER) -> FileStamp:
+        """Give a file its final name and enter its checkpoint, and what is *newer*.
 
         If StoreFault or OSError is raised, neither file nor entry is left.
         """
-        name = checkpoint.file_name
+        name = (checkpoint := entry[0]).file_name
         stamp = self.files.seal(temporary_name_of(name), name)
         try:
             if stamp[1] != checkpoint.size_bytes:
                 raise StoreFault(f"{name} was changed since it was saved")
             self.write_sidecars([checkpoint])
             sync_names(self.files.directory)
-            self.index.put((checkpoint, tokens, hashes))
+            self.index.put(entry, newer=newer)
         except (StoreFault, OSError):
             self.files.remove(name)
             raise
         return stamp
 
     def update(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Replace records durably: first beside their files, then in the index as `Index.update` does."""
+        """Replace records durably: first beside their files, then in the index."""
         self.write_sidecars(checkpoints)
-        self.index.update(checkpoints)
+        self.index.put(newer=Newer(checkpoints))
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""

@@ -47,6 +47,17 @@ Entry = tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]
 """A checkpoint, its tokens, and the hashes of their prefixes."""
 
 
+class Newer(NamedTuple):
+    """What memory has newer than the index: records, scores and named values; a crash only loses counts."""
+
+    checkpoints: Sequence[Checkpoint] = ()
+    scores: Mapping[CheckpointId, float] = {}
+    values: Mapping[str, object] = {}
+
+
+NOTHING_NEWER = Newer()
+
+
 class Summary(NamedTuple):
     """The fields that are read of all checkpoints at once, without reading all records.
 
@@ -259,8 +270,11 @@ class Index:
             keys = islice(cursor.iterprev(values=False), n_at_most)
             return [CheckpointId(_PLACE.unpack(key)[1]) for key in keys]
 
-    def put(self, *entries: Entry) -> None:
-        """Add checkpoints in one transaction: this is the commit."""
+    def put(self, *entries: Entry, newer: Newer = NOTHING_NEWER) -> None:
+        """Add checkpoints, and what is *newer* of those that still exist: one transaction, the commit.
+
+        New scores replace those of the index, except the scores of pins and quarantines.
+        """
         with self._writing() as txn:
             for checkpoint, tokens, hashes in entries:
                 key = _ID.pack(checkpoint.id)
@@ -268,6 +282,18 @@ class Index:
                 txn.put(key, tokens.tobytes(), db=self._tokens)
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
+            for checkpoint in newer.checkpoints:
+                key = _ID.pack(checkpoint.id)
+                if txn.get(key, db=self._checkpoints) is not None:
+                    self._put_record(txn, key, checkpoint)
+            for checkpoint_id, score in newer.scores.items():
+                key = _ID.pack(checkpoint_id)
+                if (data := txn.get(key, db=self._summaries)) is not None:
+                    summary = Summary(*_SUMMARY.unpack(data))
+                    if not _is_fixed(summary):  # pinned or quarantined meanwhile
+                        self._put_summary(txn, key, summary._replace(score=score))
+            for name, value in newer.values.items():
+                self._put_value(txn, name, value)
 
     def _put_record(self, txn: lmdb.Transaction, key: bytes, checkpoint: Checkpoint) -> None:
         txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
@@ -282,25 +308,6 @@ class Index:
             summary = _SUMMARY.pack(*new)
             txn.put(key, summary, db=self._summaries)
             txn.put(summary[:_SCORE_BYTES] + key, b"", db=self._order)
-
-    def update(
-        self, checkpoints: Sequence[Checkpoint], scores: Mapping[CheckpointId, float] | None = None
-    ) -> None:
-        """Rewrite the records of checkpoints that still exist, in one transaction.
-
-        *scores* replace the scores of the index, except those of pins and quarantines.
-        """
-        with self._writing() as txn:
-            for checkpoint in checkpoints:
-                key = _ID.pack(checkpoint.id)
-                if txn.get(key, db=self._checkpoints) is not None:
-                    self._put_record(txn, key, checkpoint)
-            for checkpoint_id, score in (scores or {}).items():
-                key = _ID.pack(checkpoint_id)
-                if (data := txn.get(key, db=self._summaries)) is not None:
-                    summary = Summary(*_SUMMARY.unpack(data))
-                    if not _is_fixed(summary):  # pinned or quarantined meanwhile
-                        self._put_summary(txn, key, summary._replace(score=score))
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)

@@ -364,7 +364,7 @@ def _enter(
             is_pinned=any(dead.is_pinned for dead in same),
             shared_id="",
         )
-        store.commit(entered, found.tokens, hash_prefixes(namespace, found.tokens))
+        store.commit((entered, found.tokens, hash_prefixes(namespace, found.tokens)))
         return entered
     except StateFileMalformed as error:
         raise StoreFault(f"a state in it has another format: {error}") from error

@@ -19,9 +19,10 @@ from proxy.core.model import Checkpoint, CheckpointId, Quarantine, is_of_other_s
 from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
-from proxy.store.catalogue import Budget, Catalogue
+from proxy.store.catalogue import WRITTEN, Budget, Catalogue
 from proxy.store.directory import StoreDirectory, Summed
 from proxy.store.files import FileStamp, Verification, temporary_name_of
+from proxy.store.index import Newer
 from proxy.store.known_models import owners
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ class CheckpointStore(Catalogue):
         self._writer.shutdown(wait=True)
         try:
             with suppress(StoreFault):
-                self.index.update(self.changed, scores=self.take_scores())
+                self.index.put(newer=self._newer())
         finally:
             self._directory.close()
 
@@ -172,7 +173,10 @@ class CheckpointStore(Catalogue):
         if not bytes_per_second:
             self.note_read(checkpoint)
         elif len(self.changed) > _MOST_CHANGED:
-            await self._write_changed()
+            newer = self._newer()
+            with suppress(StoreFault):
+                work = partial(self.index.put, newer=newer)
+                await self._write(work, then=lambda _: self.note_written(newer.checkpoints))
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
         """Remove a checkpoint and all that may stem from it; raises StoreFault if that fails."""
@@ -222,7 +226,7 @@ class CheckpointStore(Catalogue):
 
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
         """Count a reserved file at its real size; raises NoRoom if that is too large."""
-        await self._count_written(temporary_name, n_bytes)
+        self.writes.note_written(temporary_name, n_bytes)
         await self._make_room(temporary_name, self.writes.settle(temporary_name, n_bytes))
 
     async def _make_room(self, name: str, claim: Claim) -> None:
@@ -260,6 +264,7 @@ class CheckpointStore(Catalogue):
             if checked is None or stamp[:3] == checked[:3]:  # a new name changes the ctime
                 self._verification.verified[checkpoint.id] = stamp
             self.enter(checkpoint)
+            self.note_written(newer.checkpoints)
             self.note_devalued(hashes)
             self.note_read(checkpoint)
             self.writes.release(temporary_name_of(checkpoint.file_name))
@@ -270,33 +275,25 @@ class CheckpointStore(Catalogue):
             return not self._damaged.isdisjoint(checkpoint.ancestors)
 
         if not is_damaged():
-            work = partial(self._directory.commit, checkpoint, tokens, hashes)
+            newer = self._newer()
+            work = partial(self._directory.commit, (checkpoint, tokens, hashes), newer)
             await self._write(work, then=enter)
         if is_damaged():
             await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault("what the slot was restored from is damaged")
-        await self._write_changed()
         self.on_commit(checkpoint)
         return checkpoint
 
-    async def _write_changed(self) -> None:
-        """Write the records that are newer than the index; a failure only loses counts."""
-        changed = self.changed
-        work = partial(self.index.update, changed, scores=self.take_scores())
-        with suppress(StoreFault):
-            await self._write(work, then=lambda _: self.note_written(changed))
+    def _newer(self) -> Newer:
+        return Newer(self.changed, self.take_scores(), {WRITTEN: self.writes.written})
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
-        await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
+        self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
         await self._write(
             partial(self.files.remove, temporary_name),
             then=lambda _: self.writes.release(temporary_name),
         )
-
-    async def _count_written(self, name: str, n_bytes: int) -> None:
-        with suppress(StoreFault):  # then the count lasts until this process ends
-            await self._write(self.writes.note_written(name, n_bytes))
 
     # Removing checkpoints.
 

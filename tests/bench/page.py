@@ -334,7 +334,7 @@ def fill(directory: Path, n_checkpoints: int) -> None:
             facts = {"restore_points": (64,), "header": 64, "namespace": namespace}
             facts["family"] = Family(header + 1, session + 1)
             new = new_checkpoint(store, name, tokens, [5], **facts)
-            store._directory.commit(new, tokens, hash_prefixes(namespace, tokens))
+            store._directory.commit((new, tokens, hash_prefixes(namespace, tokens)))
     finally:
         store.close()
 

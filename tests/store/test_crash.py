@@ -49,7 +49,6 @@ COMMIT_STEPS: list[tuple[Any, str]] = [
     (StateFiles, "write_whole"),
     (directory, "sync_names"),
     (Index, "put"),
-    (Index, "update"),
 ]
 REMOVE_STEPS: list[tuple[Any, str]] = [(Index, "tokens"), (Index, "delete"), (StateFiles, "remove")]
 
@@ -186,23 +185,6 @@ async def test_commit_with_a_failing_step_raises_store_fault_and_leaves_no_final
         assert names_in(tmp_path) == {kept.file_name}
         assert [c.checkpoint for c in found(store, run_of(900))] == [kept]
         assert len(found(store, run_of(900))) == len(store.index.all()) == len(store)
-
-
-async def test_commit_whose_touched_records_cannot_be_written_is_a_commit(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = await store.commit(*new_state(store, run_of(300)))
-    async with store.using(first):
-        pass
-    with monkeypatch.context() as patch:
-        patch.setattr(Index, "update", fail)
-        try:
-            await store.commit(*new_state(store, run_of(600)))
-        except StoreFault:
-            pass
-    in_memory = {c.id for c in store}
-    assert in_memory == {c.id for c in store.index.all()}
-    assert names_in(store.files.directory) == {c.file_name for c in store}
 
 
 async def test_remove_that_fails_leaves_memory_and_disk_agreeing(

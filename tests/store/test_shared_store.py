@@ -18,7 +18,7 @@ from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.rates import Rates, UnitCost
-from proxy.core.sharing import SharedLimits
+from proxy.core.sharing import ENTERING, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
@@ -26,7 +26,7 @@ from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket, survey
-from proxy.shared.objects import Sealing
+from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.known_models import namespaces_name
@@ -166,6 +166,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
         (local,) = b.store.find(OURS, longer)
         assert local.checkpoint.id == fetched.id and local.n_common == 2500, "token by token"
         assert b.sample("shared_states_total", direction="down") == 1
+        assert b.tier.downloads.entering != ENTERING, "measured"
         # What came from there does not go there again.
         await b.tier.uploads.drain(SECOND)
         assert b.sample("shared_states_total", direction="up") == 0
@@ -236,6 +237,27 @@ async def test_slow_listing_is_begun_only_for_a_request_that_may_be_spared_more(
         assert b.tier.look_since(OURS, time.monotonic(), 0.5) is None
         look = b.tier.look_since(OURS, time.monotonic(), 2.0)
         assert look is not None and await look < 1.0, "it is quick again"
+
+
+async def test_single_slow_listing_keeps_no_request_from_the_next_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        await a.find(run_of(3000))
+        folder, quick = a.tier.remote.folder(OURS), asyncio.get_running_loop().create_future()
+        quick.set_result(0.005)
+        monkeypatch.setitem(a.tier._looks, (folder, False), (time.monotonic(), quick))
+        listed = a.tier.remote.bucket.list
+
+        async def slow(*arguments: Any) -> AsyncIterator[list[Listed]]:
+            await asyncio.sleep(0.05)
+            async for batch in listed(*arguments):
+                yield batch
+
+        monkeypatch.setattr(a.tier.remote.bucket, "list", slow)
+        assert [await a.tier.look(folder) for _ in range(3)] == [0.01, 0.02, 0.04]
+        assert a.tier.look_since(OURS, time.monotonic(), 0.03) is None
+        assert a.tier.look_since(OURS, time.monotonic(), 0.05) is not None
 
 
 async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
@@ -345,6 +367,7 @@ async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) ->
 _LISTS = """
 import asyncio, sys
 from proxy.shared.bucket import Bucket
+from proxy.shared.objects import Listed
 
 async def list_all():
     return [batch async for batch in Bucket(sys.argv[1]).list("v1")]

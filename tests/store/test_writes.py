@@ -3,12 +3,14 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from proxy.core.eviction import Present
-from proxy.core.saving import Claim
+from proxy.core.saving import Claim, Written
 from proxy.errors import WRITE_BUDGET, NoRoom
+from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import opened
 from tests.store.test_room import SIZE, claim, save
@@ -86,6 +88,28 @@ async def test_count_survives_a_restart_and_a_crash(tmp_path: Path) -> None:
         await save(store, 3)
         with pytest.raises(NoRoom):
             await store.reserve(claim())
+
+
+async def test_commit_is_one_transaction_that_takes_the_count_and_touched_records_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, writing = list[Index](), Index._writing
+
+    def counted(index: Index) -> Any:
+        begun.append(index)
+        return writing(index)
+
+    with opened(tmp_path, *limits(0)) as store:
+        first = await save(store, 1)
+        async with store.using(first):
+            pass
+        monkeypatch.setattr(Index, "_writing", counted)
+        await save(store, 2)
+        assert len(begun) == 1
+        touched = store.index.record(first.id)
+        assert touched == store.get(first.id) and touched != first
+        written = store.index.value("written", Written)
+        assert written is not None and written.last_day_bytes(time.time()) == 2 * SIZE
 
 
 async def test_what_is_scarce_goes_to_what_spares_most(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from proxy.core.model import Candidate, Prompt
 from proxy.core.plan import Situation
 from proxy.core.rates import Transfer, UnitCost
 from proxy.core.sharing import (
+    ENTERING,
     HALF_LIFE_SECONDS,
     UNMEASURED,
     after_transfer,
@@ -52,8 +53,12 @@ def test_state_is_fetched_where_the_link_is_faster_than_evaluating(
 
 def test_small_state_is_fetched_where_it_spares_more_than_entering_takes() -> None:
     found, quick = there(9000, 340_000), now(tokens_per_second=350_000.0)  # 26 ms
-    fetch = best_fetch(PROMPT, quick, [found], link(125e6, call_seconds=0.002))
+    way = link(125e6, call_seconds=0.002)
+    fetch = best_fetch(PROMPT, quick, [found], way, ENTERING)
     assert fetch is not None and fetch.is_worth_it and fetch.limit_seconds < 0.03
+    slow_disk = Transfer(UnitCost(0.03, 1.0), UnitCost(1e-9))
+    fetch = best_fetch(PROMPT, quick, [found], way, slow_disk)
+    assert fetch is not None and not fetch.is_worth_it
 
 
 def test_of_two_states_the_one_is_fetched_with_which_the_request_is_done_first() -> None:
