@@ -32,11 +32,7 @@ from tests.store.conftest import new_checkpoint
 N_TOKENS = 4000
 N_ROUNDS = 15
 WAYS = ("by hand", "verified", "not yet verified")
-BARS = {
-    ("warm", "verified"): 1.02,
-    ("cold", "verified"): 1.02,
-    ("cold", "not yet verified"): 1.1,
-}
+BARS = {("warm", "verified"): 1.02, ("cold", "verified"): 1.02, ("cold", "not yet verified"): 1.1}
 
 
 class VerificationBenchmark:
