@@ -10,11 +10,11 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -108,39 +108,44 @@ class StateFiles:
 
     def parts(self, name: str, sizes: Sequence[int]) -> tuple[FilePart, ...]:
         """Return the parts of a file as it is now; raises OSError if it cannot be read."""
-        places = zip(accumulate(sizes, initial=0), sizes, strict=False)
-        return tuple(FilePart(n, self._digest(name, offset, n)) for offset, n in places)
+        return tuple(map(FilePart, sizes, self._digests(name, 0, sizes)))
 
-    def has_part(self, name: str, offset: int, part: FilePart, *, keeps_pages: bool = True) -> bool:
-        """Return whether a part of a file is unchanged; raises OSError if it cannot be read.
+    def n_changed(
+        self, name: str, offset: int, parts: Sequence[FilePart], *, keeps_pages: bool = True
+    ) -> int:
+        """Return how many of successive parts, from *offset*, have changed; raises OSError.
 
         Without *keeps_pages*, the page cache drops the bytes read here.
         """
-        return self._digest(name, offset, part.n_bytes, keeps_pages=keeps_pages) == part.digest
+        digests = self._digests(name, offset, [p.n_bytes for p in parts], keeps_pages=keeps_pages)
+        return sum(part.digest != digest for part, digest in zip(parts, digests, strict=True))
 
     def is_intact(self, name: str, parts: Sequence[FilePart]) -> bool:
         """Return whether a file is these parts and nothing else; raises OSError if it cannot be read."""
-        *offsets, end = accumulate((part.n_bytes for part in parts), initial=0)
-        is_same = all(map(partial(self.has_part, name), offsets, parts))
-        return is_same and end == self.path(name).stat().st_size
+        n_bytes = sum(part.n_bytes for part in parts)
+        return not self.n_changed(name, 0, parts) and n_bytes == self.path(name).stat().st_size
 
-    def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
+    def _digests(
+        self, name: str, offset: int, sizes: Iterable[int], *, keeps_pages: bool = True
+    ) -> Iterator[bytes]:
         # Not mapped: if the file were truncated or unreadable meanwhile, that would end this process.
-        digest, end = xxhash.xxh3_128(), offset + n_bytes
         buffer = memoryview(bytearray(_READ_BYTES))
         descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            while offset < end:
-                n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
-                if not n_read:
-                    break
-                digest.update(buffer[:n_read])
-                offset += n_read
-            if not keeps_pages:
-                os.posix_fadvise(descriptor, end - n_bytes, n_bytes, os.POSIX_FADV_DONTNEED)
+            for n_bytes in sizes:
+                digest, end = xxhash.xxh3_128(), offset + n_bytes
+                while offset < end:
+                    n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
+                    if not n_read:
+                        break
+                    digest.update(buffer[:n_read])
+                    offset += n_read
+                if not keeps_pages:
+                    os.posix_fadvise(descriptor, end - n_bytes, n_bytes, os.POSIX_FADV_DONTNEED)
+                yield digest.digest()
+                offset = end
         finally:
             os.close(descriptor)
-        return digest.digest()
 
     def remove(self, name: str) -> None:
         """Delete a file; a state's record goes first, because a state without one is never entered again.
@@ -233,7 +238,9 @@ def is_private(mode: int) -> bool:
 # verified once, and again after a change. A failing disk changes no stamp.
 
 _N_THREADS = 4
-"""May exceed the number of processors: a disk reads several parts faster at once than one by one."""
+"""May exceed the number of processors: many disks read several parts faster at once than one by one."""
+_RUN_BYTES = 256 << 20
+"""At most so much is read by one thread in a row: the kernel reads ahead only in a row."""
 
 
 class Verification:
@@ -267,19 +274,21 @@ class Verification:
         *offsets, n_bytes = accumulate((part.n_bytes for part in parts), initial=0)
         if stamp[1] != n_bytes:
             raise StateDamaged(f"{name} has {stamp[1]:,} bytes instead of {n_bytes:,}")
-        has_part = partial(self._files.has_part, name, keeps_pages=not bytes_per_second)
+        n_changed = partial(self._files.n_changed, name, keeps_pages=not bytes_per_second)
 
-        def read(offset: int, part: FilePart) -> asyncio.Future[bool]:
-            loop = asyncio.get_running_loop()
-            return loop.run_in_executor(self._threads, has_part, offset, part)
+        def read(run: Sequence[int]) -> asyncio.Future[int]:
+            work = partial(n_changed, offsets[run[0]], parts[run[0] : run[-1] + 1])
+            return asyncio.get_running_loop().run_in_executor(self._threads, work)
 
         if not bytes_per_second:
-            found = await asyncio.gather(*map(read, offsets, parts))
+            run_bytes = min(_RUN_BYTES, -(-n_bytes // _N_THREADS))
+            runs = groupby(range(len(parts)), key=lambda i: offsets[i] // run_bytes)
+            found = await asyncio.gather(*(read(list(run)) for _, run in runs))
         else:
             found = []
-            for offset, part in zip(offsets, parts, strict=True):
-                found.append(await read(offset, part))
+            for i, part in enumerate(parts):
+                found.append(await read([i]))
                 await asyncio.sleep(part.n_bytes / bytes_per_second)
-        if not all(found):
-            raise StateDamaged(f"{name}: {found.count(False)} of its parts are not what was saved")
+        if any(found):
+            raise StateDamaged(f"{name}: {sum(found)} of its parts are not what was saved")
         self.verified[checkpoint.id] = stamp

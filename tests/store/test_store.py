@@ -8,14 +8,18 @@ import shutil
 import stat
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import xxhash
 
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, Quarantine
+from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, Quarantine
 from proxy.core.tokens import (
     FIRST_BLOCK_TOKENS,
     Namespace,
@@ -289,24 +293,59 @@ async def test_using_a_verified_file_reads_it_once(
 ) -> None:
     with opened(tmp_path) as store:
         checkpoint = await store.commit(*new_state(store, run_of(300)))
-        monkeypatch.setattr(StateFiles, "has_part", None)
+        monkeypatch.setattr(StateFiles, "n_changed", None)
         await use(store, checkpoint)
         monkeypatch.undo()
     with opened(tmp_path) as store:
         await use(store, checkpoint)
-        monkeypatch.setattr(StateFiles, "has_part", None)
+        monkeypatch.setattr(StateFiles, "n_changed", None)
+        await use(store, checkpoint)
+
+
+@pytest.mark.parametrize("n_parts", [1, 3, 4, 9, 40])
+async def test_each_part_is_read_once_and_in_few_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_parts: int
+) -> None:
+    n_changed, runs = StateFiles.n_changed, list[tuple[int, int]]()
+
+    def noted(
+        files: StateFiles, name: str, offset: int, parts: Sequence[FilePart], **how: Any
+    ) -> int:
+        runs.append((offset, sum(part.n_bytes for part in parts)))
+        return n_changed(files, name, offset, parts, **how)
+
+    with opened(tmp_path) as store:
+        _, tokens = new = new_state(store, run_of(300), content=bytes(range(100)) * n_parts)
+        parts = store.files.parts(temporary_of(new), [100] * n_parts)
+        checkpoint = await store.commit(replace(new[0], parts=parts), tokens)
+    monkeypatch.setattr(StateFiles, "n_changed", noted)
+    with opened(tmp_path) as store:
+        await use(store, checkpoint)
+    begins, sizes = zip(*sorted(runs), strict=True)
+    assert [0, *accumulate(sizes)] == [*begins, checkpoint.size_bytes]
+    assert len(runs) <= 4
+
+
+@pytest.mark.parametrize("damaged", range(9))
+async def test_damage_of_any_part_is_found(store: CheckpointStore, damaged: int) -> None:
+    new, tokens = state = new_state(store, run_of(300), content=bytes(range(100)) * 9)
+    parts = store.files.parts(temporary_of(state), [100] * 9)
+    checkpoint = await store.commit(replace(new, parts=parts), tokens)
+    path = store.files.path(checkpoint.file_name)
+    path.write_bytes(flipped(path.read_bytes(), 100 * damaged + 50))
+    with pytest.raises(StoreFault, match="1 of its parts"):
         await use(store, checkpoint)
 
 
 async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> bool:
+    def fail(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     checkpoint = await store.commit(*new_state(store, run_of(300)))
     os.utime(store.files.path(checkpoint.file_name))
-    monkeypatch.setattr(StateFiles, "has_part", fail)
+    monkeypatch.setattr(StateFiles, "n_changed", fail)
     with pytest.raises(StoreFault, match="Input/output error"):
         await use(store, checkpoint)
     assert found(store, run_of(300)) == []
