@@ -121,6 +121,8 @@ class CachedRequest:
             self._account.prepared_seconds = time.monotonic() - joined_at
             answer = await self._send(can_reuse=can_reuse)
         except BaseException as error:
+            if self._reading is not None:
+                self._reading.cancel()  # it would write into the request, which may begin again
             is_away = isinstance(error, ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
@@ -308,7 +310,8 @@ class CachedRequest:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
                 await self._request.answering.wait()
-        await self._read()
+        with suppress(ServerAway, WillBeRefused):
+            await self._read()
 
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
         """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
@@ -318,8 +321,6 @@ class CachedRequest:
 
     def _abandon(self) -> None:
         """Leave the slot to the request that may still run in it; a save will tell how far it came."""
-        if self._reading is not None:
-            self._reading.cancel()
         for slot_id in self._lease.held:
             slot = self._process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
@@ -351,8 +352,7 @@ class CachedRequest:
     async def _settle_extended(self, answer: Answer, before: Content) -> None:
         process, request = self._process, self._request
         assert self._reading is not None
-        with suppress(ServerAway, WillBeRefused):
-            await self._reading
+        await self._reading
         if request.prompt is None:
             process.report.not_looked_up(request, request.why or "its prompt was not read in time")
             return
