@@ -234,7 +234,8 @@ class CachedRequest:
             await self._await_evaluation()
             await self._make_stops()
         except Exception as fault:
-            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
+            is_away = isinstance(fault, ServerAway)
+            if is_away or (isinstance(fault, UpstreamLost) and await self._process.has_ended()):
                 raise
             process.faults.record("prepare", fault)
             self._account.is_degraded = True

@@ -12,6 +12,7 @@ from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import Process
+from proxy.serving.queue import replaced
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
 
@@ -85,7 +86,7 @@ class Launches:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._evaluations: list[_Evaluation] = []
+        self._evaluations: set[_Evaluation] = set()
         self._table = process.slots
         self._turns = Turns()
 
@@ -143,6 +144,8 @@ class Launches:
     ) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
+        The function raises ServerAway if llama-server was replaced meanwhile.
+
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
         it in half the time, and the second no later.
@@ -152,17 +155,19 @@ class Launches:
         async def wait() -> None:
             others = () if self._process.clears_idle_slots else self._evaluations
             most = max(n_tokens, _BATCH_TOKENS - n_tokens)
-            before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
-            self._evaluations.append(mine)
+            least = _UBATCH_TOKENS - n_tokens
+            before = [e for e in others if least < e.n_tokens <= most and not e.is_over]
+            self._evaluations.add(mine)
             while any(e in self._evaluations and not e.is_over for e in before):  # noqa: ASYNC110
                 await asyncio.sleep(_EVALUATION_LOOK_SECONDS)
             mine.ends_at = time.monotonic() + _MOST_TIMES * seconds
+            if before and not await self._process.is_current():
+                raise replaced()
 
         try:
             yield wait
         finally:
-            if mine in self._evaluations:
-                self._evaluations.remove(mine)
+            self._evaluations.discard(mine)
 
     async def send(
         self,

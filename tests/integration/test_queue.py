@@ -7,6 +7,7 @@ import pytest
 
 from proxy import app
 from proxy.core.rates import Rates
+from proxy.core.slots import Known
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
@@ -170,6 +171,19 @@ async def test_waiting_prompt_goes_on_when_the_one_before_is_abandoned(start_rig
         await second
         gate.open()
         assert served(rig) == ["first", "second"]
+
+
+async def test_prompt_whose_process_ends_while_it_waits_is_planned_anew(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, n_ctx=4096, idle_save_seconds=60.0) as rig:
+        _, (first, second) = await begin_two_prompts(rig, evaluation_seconds=3000)
+        rig.server.replace_process()
+        reply = await second
+        (held,) = (s.content for s in (await rig.attached()).slots if isinstance(s.content, Known))
+        assert len(held.tokens) == reply.n_prompt
+        await asyncio.wait([first])
+        assert first.exception() is not None
 
 
 @MESSAGES_FORMS
