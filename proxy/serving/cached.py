@@ -234,9 +234,10 @@ class CachedRequest:
             await self._await_evaluation()
             await self._make_stops()
         except Exception as fault:
-            is_away = isinstance(fault, ServerAway)
-            if is_away or (isinstance(fault, UpstreamLost) and await self._process.has_ended()):
+            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
                 raise
+            if process.queue.is_closed:
+                raise replaced() from fault
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
             # A file that changed meanwhile may have loaded anything.

@@ -177,8 +177,13 @@ class Launches:
         on_start: OnStart = do_nothing,
         n_found: int | None = None,
     ) -> Answer:
-        """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
+        """Send a request; its *turn* ends once llama-server runs it.
+
+        Raises what `Request.send` does, and ServerAway if llama-server was replaced.
+        """
         upstream = self._process.upstream
+        if self._process.queue.is_closed:
+            raise replaced()
         if turn is None:
             return await request.send(upstream, raw, on_start, n_found)
         if self._process.rule.kind is not RuleKind.END_ONLY:
