@@ -247,7 +247,7 @@ async def outlast(
     parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
     if not (is_running and is_told):
         await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
-    while await _is_busy(process, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
+    while await _is_busy(process, slot_ids) and not process.queue.is_closed:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_SECONDS)
 
 
