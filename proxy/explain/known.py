@@ -196,7 +196,7 @@ class KnownPrompts:
         if known in self._keyless:
             return self._keyless.remove(known)
         for key in known.keys:
-            if self._by_key[key] is known:
+            if self._by_key.get(key) is known:
                 del self._by_key[key]
 
 

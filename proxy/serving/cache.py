@@ -104,13 +104,13 @@ class Cache:
             n_room,
             is_pinned=honours_id_slot(request.route),
         )
-        if slot is None or not isinstance(slot.content, Known):
+        if slot is None or not isinstance(content := slot.content, Known):
             return False
         # A stream can be withdrawn as long as llama-server has not answered.
         if not request.wants_stream and not await process.is_current():
             raise replaced()
-        request.extends = slot.content
-        request.prompt = Prompt(slot.content.tokens, request.namespace, shape=request.shape)
+        request.extends = content
+        request.prompt = Prompt(content.tokens, request.namespace, shape=request.shape)
         return True
 
     async def _read_now(self, process: Process, request: Request) -> None:

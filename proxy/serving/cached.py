@@ -57,7 +57,7 @@ class CachedRequest:
     _account: Account
     _inquiry: Inquiry
     _lease: Lease[Plan]
-    _await_evaluation: Callable[[], Awaitable[None]]
+    _take_turn: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
 
     def __init__(
@@ -102,10 +102,9 @@ class CachedRequest:
                 state = first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
             size = evaluation_size(process, self._request, self._prompt, self._plan)
-            with process.launches.evaluation(*size, self._request.answering) as turn:
-                self._await_evaluation = turn
+            with process.launches.evaluation(*size, self._request.answering) as self._take_turn:
                 if self._extended:
-                    await turn()
+                    await self._take_turn()
                 self._account.queued_seconds = time.monotonic() - joined_at
                 await self._serve_in_slot(joined_at)
 
@@ -121,12 +120,13 @@ class CachedRequest:
             self._account.prepared_seconds = time.monotonic() - joined_at
             answer = await self._send(can_reuse=can_reuse)
         except BaseException as error:
+            if self._reading is not None:
+                self._reading.cancel()  # it would write into the request, which may begin again
             is_away = isinstance(error, ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
-            slot_id = self._plan.slot_id
             self._abandon()
-            if await self._may_be_our_fault(slot_id, error):
+            if await self._may_be_our_fault(error):
                 # The suspects are quarantined now, so the request may be tried again.
                 ended = "llama-server ended before it answered"
                 raise ServerAway(ended, was_sent="no", has_ended=True) from error
@@ -229,11 +229,13 @@ class CachedRequest:
         try:
             if self._plan.start.restored:
                 await self._restore(self._plan.start.restored)
-            await self._await_evaluation()
+            await self._take_turn()
             await self._make_stops()
         except Exception as fault:
             if isinstance(fault, UpstreamLost) and await self._process.has_ended():
                 raise
+            if process.queue.is_closed:
+                raise replaced() from fault
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
             # A file that changed meanwhile may have loaded anything.
@@ -308,18 +310,17 @@ class CachedRequest:
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
                 await self._request.answering.wait()
-        await self._read()
+        with suppress(ServerAway, WillBeRefused):
+            await self._read()
 
-    async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
+    async def _may_be_our_fault(self, error: BaseException) -> bool:
         """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
         if isinstance(error, ServerAway) and error.has_ended:
-            return await self._process.quarantine_suspects(slot_id)
+            return await self._process.quarantine_suspects(self._plan.slot_id)
         return isinstance(error, UpstreamLost)
 
     def _abandon(self) -> None:
         """Leave the slot to the request that may still run in it; a save will tell how far it came."""
-        if self._reading is not None:
-            self._reading.cancel()
         for slot_id in self._lease.held:
             slot = self._process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
@@ -351,8 +352,7 @@ class CachedRequest:
     async def _settle_extended(self, answer: Answer, before: Content) -> None:
         process, request = self._process, self._request
         assert self._reading is not None
-        with suppress(ServerAway, WillBeRefused):
-            await self._reading
+        await self._reading
         if request.prompt is None:
             process.report.not_looked_up(request, request.why or "its prompt was not read in time")
             return

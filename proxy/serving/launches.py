@@ -3,8 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
@@ -12,6 +11,7 @@ from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import Process
+from proxy.serving.queue import replaced
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
 
@@ -24,8 +24,7 @@ from proxy.tasks import Turn, Turns
 LastTasks = dict[SlotId, int]
 """The id of the last task that each slot ran, which survives the task."""
 
-_START_LOOK_SECONDS = 0.02
-_EVALUATION_LOOK_SECONDS = 0.01
+_SHORT_LOOK_SECONDS = 0.02
 _BATCH_TOKENS = 2048
 """llama-server's default --batch-size: as many tokens of all prompts are evaluated at once."""
 _UBATCH_TOKENS = 512
@@ -33,7 +32,6 @@ _UBATCH_TOKENS = 512
 _MOST_TIMES = 1.5
 """How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
 prompt is evaluated."""
-_CLOSING_LOOK_SECONDS = 0.01
 
 
 def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
@@ -66,26 +64,13 @@ async def begun_since(process: Process, before: LastTasks | None) -> list[SlotId
     return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
 
 
-@dataclass(slots=True, eq=False)
-class _Evaluation:
-    """One prompt that is evaluated, or waits for that; `ends_at` is None until it begins."""
-
-    n_tokens: int
-    answering: asyncio.Event
-    ends_at: float | None = None
-
-    @property
-    def is_over(self) -> bool:
-        is_late = self.ends_at is not None and time.monotonic() > self.ends_at
-        return is_late or self.answering.is_set()
-
-
 class Launches:
     """Orders the starts of requests in the slots of one llama-server process."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._evaluations: list[_Evaluation] = []
+        self._evaluations: dict[asyncio.Future[None], int] = {}
+        """How many tokens each prompt has that is evaluated, or waits for that; done when that is over."""
         self._table = process.slots
         self._turns = Turns()
 
@@ -132,7 +117,7 @@ class Launches:
         newest tokens lie in front: attention is then summed in another order, and near ties fall otherwise.
         """
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
-            await asyncio.sleep(_CLOSING_LOOK_SECONDS)
+            await asyncio.sleep(_SHORT_LOOK_SECONDS)
         for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
@@ -143,26 +128,28 @@ class Launches:
     ) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
+        The function raises ServerAway if llama-server was replaced meanwhile.
+
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
         it in half the time, and the second no later.
         """
-        mine = _Evaluation(n_tokens, answering)
+        with ExitStack() as ending:
 
-        async def wait() -> None:
-            others = () if self._process.clears_idle_slots else self._evaluations
-            most = max(n_tokens, _BATCH_TOKENS - n_tokens)
-            before = [e for e in others if _UBATCH_TOKENS - n_tokens < e.n_tokens <= most]
-            self._evaluations.append(mine)
-            while any(e in self._evaluations and not e.is_over for e in before):  # noqa: ASYNC110
-                await asyncio.sleep(_EVALUATION_LOOK_SECONDS)
-            mine.ends_at = time.monotonic() + _MOST_TIMES * seconds
+            async def wait() -> None:
+                others = {} if self._process.clears_idle_slots else self._evaluations
+                least, most = _UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
+                before = [over for over, n in others.items() if least < n <= most]
+                mine = asyncio.ensure_future(_over(before, answering, _MOST_TIMES * seconds))
+                self._evaluations[mine] = n_tokens
+                mine.add_done_callback(self._evaluations.pop)
+                ending.callback(mine.cancel)
+                if before:
+                    await asyncio.wait(before)
+                    if not await self._process.is_current():
+                        raise replaced()
 
-        try:
             yield wait
-        finally:
-            if mine in self._evaluations:
-                self._evaluations.remove(mine)
 
     async def send(
         self,
@@ -172,8 +159,13 @@ class Launches:
         on_start: OnStart = do_nothing,
         n_found: int | None = None,
     ) -> Answer:
-        """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
+        """Send a request; its *turn* ends once llama-server runs it.
+
+        Raises what `Request.send` does, and ServerAway if llama-server was replaced.
+        """
         upstream = self._process.upstream
+        if self._process.queue.is_closed:
+            raise replaced()
         if turn is None:
             return await request.send(upstream, raw, on_start, n_found)
         if self._process.rule.kind is not RuleKind.END_ONLY:
@@ -195,9 +187,20 @@ class Launches:
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""
         while before is not None:
-            await asyncio.sleep(_START_LOOK_SECONDS)
+            await asyncio.sleep(_SHORT_LOOK_SECONDS)
             if await begun_since(self._process, before):
                 return turn.end()
+
+
+async def _over(
+    before: Collection["asyncio.Future[None]"], answering: asyncio.Event, seconds: float
+) -> None:
+    """Return when a prompt is evaluated, which begins after those *before*, or has had its *seconds*."""
+    if before:
+        await asyncio.wait(before)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await answering.wait()
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.
@@ -244,7 +247,7 @@ async def outlast(
     parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
     if not (is_running and is_told):
         await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
-    while await _is_busy(process, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
+    while await _is_busy(process, slot_ids) and not process.queue.is_closed:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_SECONDS)
 
 

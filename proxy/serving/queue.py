@@ -56,14 +56,14 @@ class Lease(Generic[C]):
     def __init__(self, queue: "SlotQueue", choice: Choice[C]) -> None:
         self._queue = queue
         self._held = set(choice.slot_ids)
-        self._is_handed_over = False
+        self._keeper: asyncio.Future[Any] | None = None
         self.slot_ids = choice.slot_ids
         self.reason = choice.reason
 
     @property
     def held(self) -> tuple[SlotId, ...]:
         """The slots that the request may use: neither given back nor handed over."""
-        return () if self._is_handed_over else tuple(self._held)
+        return () if self._keeper else tuple(self._held)
 
     @property
     def reserved(self) -> tuple[SlotId, ...]:
@@ -88,7 +88,7 @@ class Lease(Generic[C]):
     def join(self, slot_id: SlotId) -> None:
         """Add a slot that came free during this placement."""
         self._held.add(slot_id)
-        if self._is_handed_over:
+        if self._keeper:
             # Nobody will ever know whether the abandoned request ran there.
             self._queue.table.set_content(slot_id, TAINTED)
             self._queue.table[slot_id].close_lease()
@@ -102,11 +102,11 @@ class Lease(Generic[C]):
         self.give_up(left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:
-        """Leave the slots to *task*: they are given back when the task ends, in any way."""
+        """Leave the slots to *task*, in place of an earlier task; when it ends, they are given back."""
         for slot_id in self._held:
             self._queue.table[slot_id].close_lease()
-        self._is_handed_over = True
-        task.add_done_callback(lambda _: self.give_up(self._held))
+        self._keeper = task
+        task.add_done_callback(lambda it: self.give_up(self._held if it is self._keeper else ()))
 
 
 def replaced() -> ServerAway:

@@ -81,10 +81,10 @@ class SlotSaves:
         when its last file is committed: a conversation's files are committed in order, and few wait for it.
         """
         async with self._turns[slot_id]:
-            held = before = self._table[slot_id].content
-            if not is_write_back_due(self._process.rule, before):
-                return None
             process, room = self._process, self._process.room
+            held = before = self._table[slot_id].content
+            if process.queue.is_closed or not is_write_back_due(process.rule, before):
+                return None
             try:
                 announced = process.queue.announced(displaced_state(process, slot_id))
                 with announced, process.watching(DegradationKind.SAVES_FAIL, CacheFault):

@@ -198,7 +198,7 @@ class UncachedRequest:
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
         """Return the slots in which the request ran; all leased slots if that is not known."""
         used = None if self._is_placed else await begun_since(self._process, self._before)
-        if used is None:
+        if used is None or self._is_placed:  # others may have begun in slots that were given back
             return list(lease.held)
         while not set(used) <= set(lease.held):  # noqa: ASYNC110 - they join when their leases end
             await asyncio.sleep(_FIRST_LOOK_SECONDS)

@@ -1,16 +1,18 @@
 """Hours of mixed traffic in a few minutes on a real llama-server: does anything leak?
 
-Four clients and more on a tiny hybrid model with two slots, the proxy as a process of its own, and a
-llama-server that is killed or stopped now and then. Memory, descriptors, tasks, leases and files are
-sampled; once traffic has ended they must be back where they were, and memory may not have grown since the
-warm-up.
+Four clients and more on a tiny model, the proxy as a process of its own, and a llama-server that is killed,
+stopped or halted (SIGSTOP) now and then. Memory, descriptors, tasks, leases and files are sampled; once
+traffic has ended they must be back where they were, memory may not have grown since the warm-up, and a new
+conversation must be answered as by llama-server alone.
 
-python -m tests.bench.soak [--minutes 10] [--clients 5] [--seed 1]
+python -m tests.bench.soak [--minutes 10] [--clients 5] [--seed 1] [--kind hybrid] [--slots 2] [--pause 40]
 """
 
 import argparse
 import asyncio
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -27,16 +29,20 @@ from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import Setup, Stack
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.soak_traffic import Traffic
+from tests.bench.soak_traffic import HEADERS, TOOLS, Traffic, answer
+from tests.lab.conversation import agent_requests
 
-KIND, SIZE = "hybrid", "tiny"
+SIZE = "tiny"
 BUDGET_BYTES = 48 << 20
 SAMPLE_SECONDS = 5.0
 WARM_UP_SHARE = 0.2
 MAX_GROWTH = 0.05
-RESTART_SECONDS = (40.0, 80.0)
+HALT_SECONDS = (0.5, 8.0)
 SETTLE_SECONDS = 30.0
 STOP_SECONDS = 10.0
+HALTS = 0.4
+"""The share of disturbances in which llama-server goes on afterwards."""
+N_ANSWERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,15 @@ under way is a task and a descriptor."""
 class Soak:
     """One soak; leaves nothing behind."""
 
-    def __init__(self, leftovers: ExitStack, *, seconds: float, n_clients: int, seed: int) -> None:
-        self._seconds = seconds
+    def __init__(self, leftovers: ExitStack, arguments: argparse.Namespace) -> None:
+        n_clients, seed = arguments.clients, arguments.seed
+        self._seconds: float = 60 * arguments.minutes
+        self._pause_seconds: float = arguments.pause
         self._chance = random.Random(seed)
         options = ("--max-store-bytes", str(BUDGET_BYTES), "--idle-save-seconds", "1")
-        setup = Setup(n_threads=1, proxy_options=options)
-        self._stack = Stack(KIND, SIZE, leftovers, has_proxy=True, setup=setup)
-        self._traffic = Traffic(self._stack.base_url, n_clients, seed)
+        setup = Setup(n_threads=1, n_slots=arguments.slots, proxy_options=options)
+        self._stack = Stack(arguments.kind, SIZE, leftovers, has_proxy=True, setup=setup)
+        self._traffic = Traffic(self._stack.base_url, n_clients, seed, arguments.slots)
         self._began = time.monotonic()
         self._samples: list[Sample] = []
         self._n_restarts = 0
@@ -94,7 +102,7 @@ class Soak:
             sampling.cancel()
             restarting.cancel()
         after = await self._idle_sample()
-        sections = [self._course(), self._verdicts(before, after)]
+        sections = [self._course(), self._verdicts(before, after, await self._n_other_answers())]
         await self._stack.stop()
         return sections
 
@@ -114,12 +122,17 @@ class Soak:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _restart_on(self) -> None:
-        """Kill or stop llama-server now and then, and start it again after a while."""
+        """Halt llama-server now and then, or end it and start it again after a while."""
         while True:
-            await asyncio.sleep(self._chance.uniform(*RESTART_SECONDS))
-            if self._elapsed() > self._seconds - RESTART_SECONDS[0]:
+            await asyncio.sleep(self._chance.uniform(self._pause_seconds, 2 * self._pause_seconds))
+            if self._elapsed() > self._seconds - self._pause_seconds:
                 return
             server = self._stack.server
+            if self._chance.random() < HALTS:
+                os.kill(server.pid, signal.SIGSTOP)
+                await asyncio.sleep(self._chance.uniform(*HALT_SECONDS))
+                os.kill(server.pid, signal.SIGCONT)
+                continue
             # Told to end while it decodes, llama-server may hang: its signal handler takes a lock.
             ends: list[Callable[[], None]] = [server.kill, partial(server.stop, STOP_SECONDS)]
             end = self._chance.choice(ends)
@@ -143,6 +156,17 @@ class Soak:
             if time.monotonic() - began > SETTLE_SECONDS:
                 return sample
             await asyncio.sleep(0.2)
+
+    async def _n_other_answers(self) -> int:
+        """Return how many answers of a new conversation are not those of llama-server alone."""
+        n_others, conversation = 0, agent_requests(1, N_ANSWERS, header=HEADERS[0], seed=1)
+        for messages in conversation:
+            body = {"messages": messages, "tools": TOOLS, "max_tokens": 20, "temperature": 0}
+            urls = self._stack.base_url, self._stack.server.base_url
+            answers = [await answer(urls[0], body)]
+            answers.append(await answer(urls[1], {**body, "cache_prompt": False}))
+            n_others += answers[0] != answers[1]
+        return n_others
 
     async def _sample(self) -> Sample:
         assert self._stack.proxy is not None
@@ -181,7 +205,7 @@ class Soak:
             section.add(minute, f"{rss:.1f}", *highest, f"{stored:.1f}", is_met=None)
         return section
 
-    def _verdicts(self, before: Sample, after: Sample) -> Section:
+    def _verdicts(self, before: Sample, after: Sample, n_others: int) -> Section:
         section = Section(
             "Soak: what must hold",
             f"RSS within {MAX_GROWTH:.0%} of that after the warm-up, the store within its budget, all else"
@@ -212,6 +236,7 @@ class Soak:
         )
         n_failed = self._traffic.outcomes["failed"]
         section.add("requests failed", 0, n_failed, n_failed, 0, is_met=n_failed == 0)
+        section.add("other answers", 0, n_others, n_others, 0, is_met=n_others == 0)
         for failure in self._traffic.failures[:10]:
             tell(failure)
         return section
@@ -260,10 +285,7 @@ def _size(path: Path) -> int:
 
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
     """Soak and print; return the exit status."""
-    soak = Soak(
-        leftovers, seconds=60 * arguments.minutes, n_clients=arguments.clients, seed=arguments.seed
-    )
-    sections = await soak.run()
+    sections = await Soak(leftovers, arguments).run()
     for section in sections:
         print(section.markdown() + "\n", flush=True)
     return 1 if any(section.n_missed for section in sections) else 0
@@ -275,6 +297,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kind", default="hybrid")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=40.0, help="seconds between disturbances")
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments, leftovers))
 

@@ -1,7 +1,8 @@
 """Mixed traffic without an end: what several people and their agents send, and how they misbehave.
 
-Conversations that grow and are begun anew, on three APIs, streamed and whole; titles between them; clients
-that hang up at any moment. Deterministic by seed, but for what time decides.
+Conversations that grow and are begun anew, on four APIs, streamed and whole; titles, embeddings and several
+completions between them; clients that hang up at any moment. Deterministic by seed, but for what time
+decides.
 """
 
 import asyncio
@@ -33,9 +34,12 @@ Body = dict[str, Any]
 class Client:
     """One client, which sends one request after the other."""
 
-    def __init__(self, base_url: str, seed: int, seeds: "itertools.count[int]") -> None:
+    def __init__(
+        self, base_url: str, seed: int, seeds: "itertools.count[int]", n_slots: int
+    ) -> None:
         """*seeds* are shared by all clients: each conversation is another one."""
         self._base_url = base_url
+        self._n_slots = n_slots
         self._chance = random.Random(seed)
         self._seeds = seeds
         self._conversation: list[list[Message]] = []
@@ -61,6 +65,13 @@ class Client:
             case 1:
                 prompt = prose(self._chance.randrange(100), 300)
                 return "/completion", {"prompt": prompt, "n_predict": n_tokens, "stream": stream}
+            case 2:
+                asked = {"input": prose(self._chance.randrange(100), 300), "stream": stream}
+                return "/v1/responses", {**asked, "max_output_tokens": n_tokens, "temperature": 0}
+            case 3 if self._chance.random() < 0.5:
+                return "/v1/embeddings", {"input": "a word"}
+            case 3:
+                return "/v1/chat/completions", {"messages": messages, "n": self._n_slots, **fixed}
             case _:
                 return "/v1/chat/completions", {"messages": messages, "tools": TOOLS, **fixed}
 
@@ -80,17 +91,26 @@ class Client:
             return "left" if leaves else f"hung: {path}"
         except aiohttp.ClientError as error:
             return f"broken: {path}: {error!r}"
+        if reply.status == 501 and path == "/v1/embeddings":
+            return "served"  # as llama-server does without --embeddings
         if reply.status in REFUSED_STATUSES or b'"error"' in content:
             return f"refused: {path}: {reply.status} {content[-200:]!r}"
         return "served" if reply.status == 200 else f"failed: {path}: {reply.status} {content!r}"
 
 
+async def answer(base_url: str, body: Body) -> Any:
+    """Return the message that a chat is answered with."""
+    async with aiohttp.ClientSession() as http:
+        async with http.post(base_url + "/v1/chat/completions", json=body) as reply:
+            return (await reply.json())["choices"][0]["message"]
+
+
 class Traffic:
     """All clients; what went wrong while llama-server was away is counted as *excused*."""
 
-    def __init__(self, base_url: str, n_clients: int, seed: int) -> None:
+    def __init__(self, base_url: str, n_clients: int, seed: int, n_slots: int = 2) -> None:
         seeds = itertools.count(1)
-        self._clients = [Client(base_url, seed + i, seeds) for i in range(n_clients)]
+        self._clients = [Client(base_url, seed + i, seeds, n_slots) for i in range(n_clients)]
         self._chance = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []

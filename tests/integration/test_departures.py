@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from proxy.core.model import SlotId
 from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
@@ -158,6 +159,24 @@ async def test_many_clients_that_leave_leak_nothing(start_rig: StartRig, with_sl
         await asyncio.gather(*asked)
         await rig.settled()
         assert (await rig.health())["n_waiting"] == 0
+
+
+async def test_slot_of_a_process_that_is_gone_is_not_waited_for(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        before = await rig.attached()
+        gate = rig.server.hold("generate", n_calls=1)
+        leaving = rig.begin_chat("leaving")
+        await gate.reached()
+        await hang_up(leaving)
+        rig.server.replace_process()
+        await rig.attached()
+        rig.server.hold("chunk")
+        staying = rig.begin_chat("staying", stream=True)
+        await until(lambda: rig.server.n_chunks_sent)
+        await until(lambda: not before.slots[SlotId(0)].is_leased)
+        rig.server.release_all()
+        assert (await staying).status == 200
+        assert rig.sample("saves_total", result="failed") == 0
 
 
 async def test_warming_waits_for_a_save_that_began_with_its_answer(

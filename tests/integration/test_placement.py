@@ -7,10 +7,14 @@ the most similar one; with an image they may land in any.
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, SlotPhase
+from proxy.serving import uncached
+from proxy.serving.launches import LastTasks, begun_since
+from proxy.serving.process import Process
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
@@ -202,3 +206,31 @@ async def test_prompt_that_another_request_is_about_to_evaluate_is_waited_for(
         assert (await first).status == (await asked).status == 200
         await until(lambda: rig.n_occupied() == 0)
         assert rig.sample("drift_total") == 0
+
+
+async def test_slot_that_was_given_back_before_the_last_look_ends_is_not_waited_for(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[asyncio.Event] = []
+
+    async def held(process: Process, before: LastTasks | None) -> list[SlotId] | None:
+        looks.append(may_look := asyncio.Event())
+        await may_look.wait()
+        return await begun_since(process, before)
+
+    monkeypatch.setattr(uncached, "begun_since", held)
+    async with (
+        start_rig(n_slots=2, idle_save_seconds=60.0) as rig,
+        aiohttp.ClientSession() as lasting,
+    ):
+        gate = rig.server.hold("generate", n_calls=1)
+        body = claude(with_image(question("first")))
+        asked = asyncio.ensure_future(lasting.post(rig.base_url + MESSAGES, json=body))
+        await until(lambda: len(looks) == 1)
+        gate.open()
+        await until(lambda: len(looks) == 2)
+        looks[0].set()
+        await rig.chat("other")  # begins in the slot that was given back
+        looks[1].set()
+        async with await asked:
+            await until(lambda: rig.n_occupied() == 0)

@@ -78,6 +78,23 @@ async def test_requests_in_the_queue_are_served_by_the_new_process(start_rig: St
         assert [seen.n_process for seen in rig.requests_seen()] == [1, 2, 2, 2]
 
 
+async def test_request_whose_process_is_replaced_during_a_save_is_planned_anew(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        before = await rig.attached()
+        for name in "ab":
+            await rig.chat(name)
+        gate = rig.server.hold("save", n_calls=1)
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        await until(lambda: rig.process not in (None, before))
+        gate.open()
+        assert (await asked).n_reused == 308
+        assert rig.sample("cache_faults_total", stage="prepare") == 0
+
+
 async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) -> None:
     async with start_rig(upstream_wait_seconds=0) as rig:
         await rig.chat("a")

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from proxy import app
+from proxy.core.model import SlotId
 from proxy.core.rates import Rates
+from proxy.core.slots import TAINTED, Known
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, next_question, question
 from tests.lab.waiting import until
 
 
@@ -170,6 +172,34 @@ async def test_waiting_prompt_goes_on_when_the_one_before_is_abandoned(start_rig
         await second
         gate.open()
         assert served(rig) == ["first", "second"]
+
+
+async def test_prompt_whose_process_ends_while_it_waits_is_planned_anew(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, n_ctx=4096, idle_save_seconds=60.0) as rig:
+        _, (first, second) = await begin_two_prompts(rig, evaluation_seconds=3000)
+        rig.server.replace_process()
+        reply = await second
+        (held,) = (s.content for s in (await rig.attached()).slots if isinstance(s.content, Known))
+        assert len(held.tokens) == reply.n_prompt
+        await asyncio.wait([first])
+        assert first.exception() is not None
+
+
+async def test_slot_that_changes_while_its_process_is_asked_for_is_not_gone_on_with(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        messages = next_question(question("a"), await rig.chat("a"))
+        process = await rig.settled()
+        await rig.unwatched(monkeypatch)
+        gate = rig.server.hold("props", n_calls=1)
+        asked = asyncio.ensure_future(rig.chat(messages))
+        await gate.reached()
+        process.slots.set_content(SlotId(0), TAINTED)  # as a request that came first would
+        gate.open()
+        assert (await asked).n_reused == 312
 
 
 @MESSAGES_FORMS

@@ -8,11 +8,14 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.core.conditions import DegradationKind
+from proxy.core.model import SlotId
+from proxy.core.plan import Why
 from proxy.llama import client as llama_server
+from proxy.serving import cached
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig
+from tests.integration.rig import Rig, question
 from tests.lab.run import slots_in
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -190,3 +193,20 @@ async def test_nothing_new_is_not_saved_again(start_rig: StartRig, memory: Memor
         n_saves = len(rig.server.seen_at("save"))
         await asyncio.sleep(0.2)
         assert len(rig.server.seen_at("save")) == n_saves
+
+
+async def test_slot_of_a_request_that_is_read_beside_its_answer_is_leased_until_it_is_saved(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        answer = (await rig.chat("a")).content["choices"][0]["message"]
+        process = await rig.attached()
+        monkeypatch.setattr(cached, "is_cut_at_risk", lambda *_: True)
+        gate = rig.server.hold("save", n_calls=1)
+        await rig.chat([*question("a"), answer, {"role": "user", "content": " go on"}])
+        await gate.reached()
+        async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+            assert (await reply.json())["requests"][0]["why"] == Why.EXTENDS.value
+        assert process.slots[SlotId(0)].is_leased
+        gate.open()
+        await rig.settled()

@@ -1,6 +1,7 @@
 """Requests that plainly go on with what a slot holds are sent at once, and read beside their answers."""
 
 import asyncio
+import gc
 import random
 from typing import Any
 
@@ -85,7 +86,7 @@ async def alone(rig: Rig, chat: list[Message]) -> list[str]:
 
 
 async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # A tiny model's first token may come sooner than the proxy looks.
     monkeypatch.setattr(cached, "_FIRST_TOKEN_SECONDS", 0.0)
@@ -97,6 +98,8 @@ async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(
         await asyncio.to_thread(rig.server.start)
         record = await stream(rig, second)
         assert record["chosen"] == "restore" and record["evaluated"] < 0.2 * record["n_prompt"]
+    gc.collect()
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 async def test_known_texts_are_tokenized_as_if_they_were_whole(start_rig: StartRig) -> None:

@@ -95,6 +95,15 @@ def test_bounds_hold_and_the_oldest_prompts_are_forgotten() -> None:
     assert (len(few.newest()), len(none.newest()), none.size_bytes) == (3, 0, 0)
 
 
+def test_prompt_is_forgotten_after_a_newer_one_of_its_conversation() -> None:
+    prompts, same = kept(max_prompts=2), sketch(5, 10, 11, roles="sua")
+    add(prompts, "a", prompt(*RUN[:300]), same)
+    add(prompts, "b", prompt(*RUN[:100], *RUN[500:700]), same)
+    add(prompts, "c", prompt(*RUN[:100], *RUN[500:800]), sketch(6, 11, roles="su"))
+    add(prompts, "d", prompt(7), sketch(7, 12, roles="su"))
+    assert [each.ids[-1] for each in prompts.newest()] == ["d", "c"]
+
+
 def test_prompt_that_a_later_one_goes_on_from_is_found_by_its_id_but_not_kept_beside_it() -> None:
     prompts, began = kept(), sketch(5, 10, roles="su")
     went_on = sketch(5, 10, 11, 12, roles="suau")

@@ -168,6 +168,20 @@ async def test_hand_over_to_a_task_that_fails_gives_the_slot_back(is_cancelled: 
     assert task.cancelled() or isinstance(task.exception(), KeyError)
 
 
+async def test_slots_that_are_handed_on_are_given_back_by_the_last_task() -> None:
+    queue, saved = queue_of(1), asyncio.get_running_loop().create_future()
+    with await queue.lease(any_slot(queue)) as lease:
+        task = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+        lease.hand_over(task)
+        lease.hand_over(saved)
+    await soon(task)
+    await asyncio.sleep(0)
+    assert n_free(queue) == 0
+    saved.set_result(None)
+    await asyncio.sleep(0)
+    assert n_free(queue) == 1
+
+
 async def test_hand_over_after_a_partial_release_passes_on_the_rest() -> None:
     queue = queue_of(2)
     lease = await queue.lease(both_slots(queue))
