@@ -1,6 +1,7 @@
-"""Parsed JSON of requests and answers, read as llama-server reads it; helpers for all chat forms."""
+"""The messages of requests in all chat forms, and parsed JSON, read as llama-server reads it."""
 
 import re
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -75,3 +76,32 @@ def without_reminders(text: str) -> str:
 
 def has_reminder(text: str) -> bool:
     return _REMINDER.search(text) is not None
+
+
+DIGEST_BYTES = 8
+BYTES_PER_TOKEN = 4
+"""A message as JSON has about so many bytes for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Digests, roles and sizes of everything in a chat request that its prompt is rendered from.
+
+    `digests` has eight bytes for everything but the messages, then eight for each message. So a
+    conversation continues another one if its digests begin with the digests of the other. `sizes_bytes`
+    are the sizes of the messages as JSON.
+    """
+
+    digests: bytes
+    roles: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+
+    def n_behind(self, earlier: bytes) -> int:
+        """Return how many messages follow those of the *earlier* digests; 0 if these are not continued."""
+        is_longer = earlier and self.digests.startswith(earlier)
+        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
+
+
+def count_messages(digests: bytes) -> int:
+    """Return how many messages the digests of a Conversation stand for; 0 if there are none."""
+    return max(0, len(digests) // DIGEST_BYTES - 1)

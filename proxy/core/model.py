@@ -258,35 +258,6 @@ class Prompt:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Digests, roles and sizes of everything in a chat request that its prompt is rendered from.
-
-    `digests` has eight bytes for everything but the messages, then eight for each message. So one
-    conversation continues another if its digests begin with those of the other. `sizes_bytes` are the
-    sizes of the messages as JSON.
-    """
-
-    digests: bytes
-    roles: tuple[str, ...]
-    sizes_bytes: tuple[int, ...]
-
-    def n_behind(self, earlier: bytes) -> int:
-        """Return how many messages follow the *earlier* ones; 0 if this does not continue them."""
-        is_longer = earlier and self.digests.startswith(earlier)
-        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
-
-
-DIGEST_BYTES = 8
-BYTES_PER_TOKEN = 4
-"""Of a message as JSON, roughly."""
-
-
-def count_messages(digests: bytes) -> int:
-    """Return how many messages a Conversation's digests are of; 0 if there is none."""
-    return max(0, len(digests) // DIGEST_BYTES - 1)
-
-
 class Outcome(StrEnum):
     """The outcome of a generation request that was answered."""
 

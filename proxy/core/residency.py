@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from math import inf, isinf
 
 from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
-from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
+from proxy.core.messages import Conversation
+from proxy.core.model import Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
 from proxy.core.slots import (

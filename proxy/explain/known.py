@@ -11,8 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from proxy.core.messages import SYSTEM_ROLES, list_of
-from proxy.core.model import DIGEST_BYTES, Conversation
+from proxy.core.messages import DIGEST_BYTES, SYSTEM_ROLES, Conversation, list_of
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering

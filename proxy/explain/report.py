@@ -20,8 +20,8 @@ import msgspec
 import xxhash
 from cachetools import FIFOCache
 
-from proxy.core.messages import Route
-from proxy.core.model import BYTES_PER_TOKEN, Outcome, Prompt, Title
+from proxy.core.messages import BYTES_PER_TOKEN, Route
+from proxy.core.model import Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views

@@ -12,8 +12,16 @@ from typing import Any
 import msgspec
 import xxhash
 
-from proxy.core.messages import Route, list_of, member, n_leading_system, object_in, text_of
-from proxy.core.model import Conversation, SlotId
+from proxy.core.messages import (
+    Conversation,
+    Route,
+    list_of,
+    member,
+    n_leading_system,
+    object_in,
+    text_of,
+)
+from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
 from proxy.errors import NotConvertible
 from proxy.llama.conversions import chat_of_messages, chat_of_responses

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
+from proxy.core.messages import Conversation, Route
+from proxy.core.model import Outcome, Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
