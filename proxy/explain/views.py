@@ -429,6 +429,17 @@ def in_words(record: RequestRecord) -> str:
     return ", ".join(facts) + where
 
 
+def line_of(record: RequestRecord) -> dict[str, object]:
+    """Return the fields of the log line: all known facts as plain values, and no text of a prompt."""
+    unsaid = {"at": record.at, "title": record.title, "n_missed": 0}
+    unsaid |= {"cause": Cause.NOT_LOOKED_UP, "part": PromptPart.NOWHERE}
+    return {
+        name: value
+        for name, value in msgspec.to_builtins(record).items()
+        if value not in (None, "", unsaid.get(name)) or name in ("confirmed", "evaluated")
+    }
+
+
 def api_name(path: str) -> str:
     """Return what people call the API of a path."""
     return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
