@@ -123,22 +123,21 @@ def choose_stops(
     def is_needed(n_cut: int) -> bool:
         return is_ahead(n_cut) and not is_covered(rule, candidates, n_cut)
 
-    stops: dict[int, Stop] = {}
+    stops: dict[int, CheckpointKind | None] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
         near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
         if is_needed(n_cut) and (near is None or n_cut < near):
-            # Of two cuts that are near, the lower one serves the prompts of both.
-            more_important = stops.pop(near).save_as if near is not None else save_as
-            stops[n_cut] = Stop(n_cut, more_important)
+            # Of two cuts that are near, the lower one serves the prompts of both; it is saved as the more
+            # important one, which came first.
+            stops[n_cut] = stops.pop(near) if near is not None else save_as
     if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
-        stops.setdefault(cuts.message_end, Stop(cuts.message_end))
-    n_own = own_point(n_prompt)
+        stops.setdefault(cuts.message_end, None)
     for n_cut in _planted(rule, cuts):
-        if rule.kind is RuleKind.RESTORE_POINTS and is_near((n_own,), n_cut):
+        if rule.kind is RuleKind.RESTORE_POINTS and is_near((own_point(n_prompt),), n_cut):
             continue  # llama-server makes a context checkpoint there itself
         if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
-            stops[n_cut] = Stop(n_cut)
-    return tuple(stops[n] for n in sorted(stops))
+            stops[n_cut] = None
+    return tuple(Stop(n, stops[n]) for n in sorted(stops))
 
 
 def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:

@@ -230,8 +230,7 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
 
 def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before the next start, after *n_failures* in a row."""
-    n_doublings = min(10, max(0, n_failures - 1))
-    return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** min(10, max(0, n_failures - 1)))
 
 
 # A router's command line overrides its presets, the flags for single models, and the presets override

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import takewhile
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypeAlias
 
 import msgspec
 import xxhash
@@ -402,21 +402,19 @@ in another slot, to see whether llama-server then clears the slot with the other
 
 TOLERANCE = 0.01
 
+Canary: TypeAlias = Sequence[tuple[int, float]]
+"""The likeliest next tokens with their log-probabilities, the likeliest first."""
+
 
 class KnownNamespace(msgspec.Struct, frozen=True):
-    """A namespace's id and its canary: the likeliest tokens with their log-probabilities.
-
-    `name` is the model's name when it was last served.
-    """
+    """A namespace's id and its canary; `name` is the model's name when it was last served."""
 
     id: bytes
     canary: list[tuple[int, float]]
     name: str = ""
 
 
-def choose_namespace(
-    known: Iterable[KnownNamespace], canary: Sequence[tuple[int, float]]
-) -> KnownNamespace | None:
+def choose_namespace(known: Iterable[KnownNamespace], canary: Canary) -> KnownNamespace | None:
     """Return the known namespace whose canary is *canary* within the tolerance, or None."""
     return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
 
@@ -428,7 +426,7 @@ def new_namespace(
     return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
 
 
-def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:
+def is_same_canary(left: Canary, right: Canary) -> bool:
     """Return whether two canaries come from the same model.
 
     The tail of the list may differ by near ties. Each likeliest token must be in the other list, half of

@@ -423,8 +423,6 @@ def most_useful(
 
     *found* is sorted, the longest common prefix first: no checkpoint saves more tokens than it shares.
     """
-    useful = promising(rule, found, n_prompt)[0]
-    usable = [
-        (usable_tokens(rule, c.checkpoint, c.n_common, n_prompt), c.checkpoint) for c in useful
-    ]
+    kept, _ = promising(rule, found, n_prompt)
+    usable = [(usable_tokens(rule, c.checkpoint, c.n_common, n_prompt), c.checkpoint) for c in kept]
     return max(usable, key=itemgetter(0), default=(0, None))

@@ -136,10 +136,8 @@ def make_offer(
     *n_waiting* requests wait there already, and *n_ahead* requests were sent there before this one.
     """
     plan = plan_request(prompt, now) if may_start else None
-    closing = [
-        (promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING
-    ]
-    n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
+    soon = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING]
+    n_promised, slot = max(soon, key=lambda each: each[0], default=(0, None))
     if plan is not None:
         n_reused, seconds = plan.start.n_reused, plan.start.total_seconds
     elif slot is not None and n_promised:
@@ -183,10 +181,9 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     n_destined = common_prefix_length(slot.destined, tokens)
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
-    if slot.phase is SlotPhase.RUNNING or (
-        isinstance(content, Unknown) and content.likely is not None
-    ):
-        return n_destined  # the old content is gone
+    is_overwritten = isinstance(content, Unknown) and content.likely is not None
+    if slot.phase is SlotPhase.RUNNING or is_overwritten:
+        return n_destined
     return max(n_destined, n_held)
 
 

@@ -172,16 +172,14 @@ def select_points(
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
             kept[point] = None if point in own else others[point]
             n_before = point
-    n_left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
-    while n_left_bytes >= size_bytes and (
-        point := _best_inside(mine, kept, inside, size_bytes, rates)
-    ):
+    left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
+    while left_bytes >= size_bytes and (point := _next_best(mine, kept, inside, size_bytes, rates)):
         kept[point] = None
-        n_left_bytes -= size_bytes
+        left_bytes -= size_bytes
     return kept
 
 
-def _best_inside(
+def _next_best(
     points: tuple[int, ...],
     kept: Collection[int],
     cuts: Sequence[int],

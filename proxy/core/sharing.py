@@ -75,15 +75,11 @@ def best_fetch(
         return None
     n_without, without_seconds = seconds_without(prompt, now)
     there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))
-    found = [
-        Fetch(
-            c,
-            ENTER_SECONDS + link.seconds(c.checkpoint.size_bytes),
-            without_seconds - start.total_seconds,
-        )
-        for start in _starts(prompt, there)
-        if (c := start.restored) and start.n_reused > n_without
-    ]
+    found = list[Fetch]()
+    for start in _starts(prompt, there):
+        if (state := start.restored) and start.n_reused > n_without:
+            seconds = ENTER_SECONDS + link.seconds(state.checkpoint.size_bytes)
+            found.append(Fetch(state, seconds, without_seconds - start.total_seconds))
     return max(found, key=lambda fetch: fetch.limit_seconds - fetch.seconds, default=None)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -86,6 +86,10 @@ class Divergence(msgspec.Struct, frozen=True):
     now: str = ""
 
 
+Change: TypeAlias = tuple[Cause, Divergence]
+"""Why and where a prompt differs from a known one."""
+
+
 class _Pair:
     """A new and a known chat prompt, whether they are of one conversation, and where they differ first.
 
@@ -119,9 +123,7 @@ class _Pair:
         return self.at is not None and is_such(self.new.text, self.old.text, self.at)
 
 
-def find_change(
-    new: Rendering, old: Rendering, *, is_same_conversation: bool
-) -> tuple[Cause, Divergence]:
+def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> Change:
     """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if new.sketch.messages:
@@ -269,6 +271,7 @@ _ENVIRONMENT = _TextBlock(
     ("</env", "\n# "),
 )
 _REMINDER = _TextBlock(("<system-reminder>",), ("</system-reminder>",))
+_ENDED_REMINDER = re.compile(r"(?s)<system-reminder>.*?</system-reminder>\s*")
 _REASONING = _TextBlock(
     ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>"),
     ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>"),
@@ -316,15 +319,8 @@ def is_reminder(new: str, old: str, at: int) -> bool:
 
 def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
     """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders."""
-    now = _without_reminders(new[begin:end]).rstrip()
-    return bool(now) and _without_reminders(old[begin:]).startswith(now)
-
-
-def _without_reminders(text: str) -> str:
-    """Return a text without reminders and the space behind them; a reminder without an end stays."""
-    (opens,), (closes,) = _REMINDER
-    *ended, rest = (part.lstrip() for part in text.split(closes))
-    return "".join([*(part.partition(opens)[0] for part in ended), rest])
+    now, before = (_ENDED_REMINDER.sub("", text).strip() for text in (new[begin:end], old[begin:]))
+    return bool(now) and before.startswith(now)
 
 
 def is_reasoning_dropped(new: str, old: str, at: int) -> bool:

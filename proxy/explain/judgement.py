@@ -9,7 +9,7 @@ from proxy.core.model import Outcome, Rule, RuleKind
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Divergence, find_change
+from proxy.explain.compare import Change, Divergence, find_change
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, Loss, Match
 from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
@@ -165,9 +165,7 @@ def may_be_missed(served: Account, past: Past) -> bool:
     return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
 
 
-def judge(
-    served: Account, rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
-) -> Judgement:
+def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Judgement:
     """Return why *served* reused no more; *change* is why and where its prompt left an earlier prompt.
 
     There are four kinds of causes, considered in this order: 1. a failure; 2. a lost state, which no slot
@@ -219,7 +217,7 @@ def judge_prompt(
     )
 
 
-def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | None:
+def _change(new: KnownPrompt, compared: Match) -> Change | None:
     """Return why and where a prompt differs from a known one; None if one begins with the other."""
     known = compared.known
     n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS

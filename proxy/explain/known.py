@@ -289,9 +289,7 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
     if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
-        session = [
-            old for old in others if len(old.words) >= _MIN_QUOTED and old.words in new.quotes
-        ]
+        session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in new.quotes]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:
         return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST

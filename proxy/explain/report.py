@@ -112,13 +112,11 @@ class Journal:
 
         Misses are kept longer than other requests.
         """
-        is_same = judgement.is_same_conversation
+        cause, is_same = record.cause, judgement.is_same_conversation
         self._ended[record.id] = views.Explanation(
             request=record,
-            says=record.cause.says,
-            cure=record.cause.cure_for(
-                record.part, self._switched_on, is_same_conversation=is_same
-            ),
+            says=cause.says,
+            cure=cause.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
             nearest=judgement.nearest,
             divergence=judgement.divergence,
         )

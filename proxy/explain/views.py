@@ -101,10 +101,8 @@ class Outline:
 
         *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
         """
-        largest = sorted(
-            self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes)
-        )
-        return [self._described(node, names, rates_by) for node in largest[:n_at_most]]
+        nodes = sorted(self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes))
+        return [self._described(node, names, rates_by) for node in nodes[:n_at_most]]
 
     def _described(
         self, node: ListedNode, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]

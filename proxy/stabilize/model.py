@@ -296,8 +296,7 @@ class Draft:
             self.body = _with_texts(self.body, self.system_field, rewrite)
         leading = self.messages[: n_leading_system(self.messages)]
         rewritten = [_with_texts(message, "content", rewrite) for message in leading]
-        if not all(map(operator.is_, rewritten, leading)):
-            self.messages = rewritten + self.messages[len(leading) :]
+        self.messages = rewritten + self.messages[len(leading) :]
 
     def rewrite_first_users(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of the user messages before the first answer."""

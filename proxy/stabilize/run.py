@@ -132,19 +132,15 @@ def stabilize(
         if change := _change_of(messages[index], draft, names, result):
             changes[index] = change
     if changes:
-        kept = ([message] for message in messages)
-        made = (changes[i][0] if i in changes else same for i, same in enumerate(kept))
+        made = (changes[i][0] if i in changes else [same] for i, same in enumerate(messages))
         draft.messages = [message for group in made for message in group]
     changed_by = {name for change in changes.values() for name in change[1]}
-    beginning: tuple[RequestFacts, Json] | None
     beginning = facts, {key: body[key] for key in body if key != draft.list_name}
     only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
     of_requests = [name for name in OF_REQUESTS if name in names]
     if only_adds and beginning == seen.beginning:
         of_requests = [name for name in of_requests if name not in _OF_BEGINNINGS]
     changed_of_requests = _change_request(draft, of_requests, result)
-    if not changed_of_requests.isdisjoint(_OF_BEGINNINGS):
-        beginning = None
     changed_by |= changed_of_requests
     # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
     # sticky_session leaves the name of the session out of that description again.
@@ -153,7 +149,8 @@ def stabilize(
     result.body, result.lessons = draft.body, draft.lessons
     result.changed_by = tuple(name for name in names if name in changed_by)
     if not result.failures:
-        result.seen = Seen(messages, changes, beginning)
+        is_clean = changed_of_requests.isdisjoint(_OF_BEGINNINGS)
+        result.seen = Seen(messages, changes, beginning if is_clean else None)
     return result
 
 

@@ -195,9 +195,8 @@ def sticky_reminders(draft: Draft) -> None:
         if first is not None and first != messages[i]["content"] and not is_newest:
             messages[i] = {**messages[i], "content": first}
         # The newest message may have lost its reminder, if it was asked again in another mode.
-        if has_reminder(plain_text(messages[i]["content"]) or "") or (
-            is_newest and first is not None
-        ):
+        is_reminding = has_reminder(plain_text(messages[i]["content"]) or "")
+        if is_reminding or (is_newest and first is not None):
             draft.lessons[key] = messages[i]["content"]
     draft.messages = messages
 
