@@ -29,13 +29,8 @@ class Given:
     written: str
     value: str
 
-    @property
-    def is_flag(self) -> bool:
-        """Whether the option is on the command line."""
-        return self.written.startswith("-")
-
     def __str__(self) -> str:
-        if self.is_flag:
+        if self.written.startswith("-"):
             return self.written if self.value in (ON, OFF) else f"{self.written} {self.value}"
         return f"{self.written}={self.value}"
 

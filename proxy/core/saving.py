@@ -27,7 +27,7 @@ from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
 from proxy.core.rates import Rates
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
+from proxy.core.slots import Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
 # When a slot is saved, and up to which token.
@@ -259,7 +259,7 @@ def extent_of(content: Content) -> tuple[int, int] | None:
     if isinstance(content, Known):
         return content.n_tokens, content.n_points_at_most
     if isinstance(content, Unknown) and content.likely is not None:
-        return len(content.likely), MAX_CONTEXT_CHECKPOINTS
+        return len(content.likely), content.n_points_at_most
     return None
 
 

@@ -9,7 +9,7 @@ A content is *known*, *empty* or *unknown*; unknown is not an error.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import (
@@ -48,8 +48,9 @@ EVALUATED = Origin()
 class Empty:
     """The slot holds no tokens."""
 
-    origin: Origin = EVALUATED
-    tenant: Namespace | None = None
+    origin: ClassVar = EVALUATED
+    tenant: ClassVar = None
+    n_points_at_most: ClassVar = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Unknown:
     likely: TokenIds | None = None
     brief: bytes = b""
     origin: Origin = EVALUATED
+    n_points_at_most: ClassVar = MAX_CONTEXT_CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,12 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
         return 0, last
     is_whole = n_common == len(content.tokens)
     at_most = min(n_common + content.n_tail if is_whole else n_common, last)
-    if is_whole and content.n_tail == 0 and n_common <= last:
-        return n_common, at_most
+    n_reachable, goes_on = (
+        min(n_common, last),
+        is_whole and content.n_tail == 0 and n_common <= last,
+    )
     # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
-    n_reachable = min(n_common, last)
-    if rule.kind is not RuleKind.ANY_PREFIX:
+    if rule.kind is not RuleKind.ANY_PREFIX and not goes_on:
         n_reachable = highest_point(content.restore_points, n_reachable)
     return n_reachable, at_most
 
@@ -457,9 +460,7 @@ def after_evaluation(
     # Other sessions share an agent's surroundings.
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
-    n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0
-    if isinstance(before, Known):
-        n_points = before.n_points_at_most
+    n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
     return Known(
         tokens=tokens,
         namespace=namespace,
@@ -475,5 +476,5 @@ def after_evaluation(
         conversation=prompt.conversation,
         title=prompt.title,
         origin=Origin(n_restored, origin.ancestors),
-        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
+        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points),
     )

@@ -254,7 +254,7 @@ class _TextBlock(NamedTuple):
     def holds(self, text: str, at: int) -> bool:
         """Return whether a block that was opened before *at* is still open there."""
         opened = max(text.rfind(tag, 0, at) for tag in self.opens)
-        return opened >= 0 and opened > max(text.rfind(tag, 0, at) for tag in self.closes)
+        return opened > max(text.rfind(tag, 0, at) for tag in self.closes)
 
     def is_at(self, text: str, at: int) -> bool:
         """Return whether *at* lies in a block, in its opening tag, or in white space before the tag."""
@@ -306,10 +306,8 @@ is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, _ID)
 
 def is_environment(new: str, old: str, at: int) -> bool:
     """Return whether the texts differ in the block about the folder, the platform or git."""
-    return any(
-        _ENVIRONMENT.holds(text, at) or _ENVIRONMENT_LINE.match(_line(text, at)) is not None
-        for text in (new, old)
-    )
+    is_inside = _ENVIRONMENT.holds(new, at) or _ENVIRONMENT.holds(old, at)
+    return is_inside or any(_ENVIRONMENT_LINE.match(_line(text, at)) for text in (new, old))
 
 
 def is_reminder(new: str, old: str, at: int) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
 from itertools import chain, islice
@@ -20,7 +20,7 @@ import msgspec
 import xxhash
 from cachetools import FIFOCache
 
-from proxy.core.messages import BYTES_PER_TOKEN, Route
+from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
 from proxy.core.model import Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
@@ -28,16 +28,7 @@ from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
 from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, judge_prompt, nearest_of
-from proxy.explain.known import (
-    SLACK_TOKENS,
-    Chat,
-    Kind,
-    KnownPrompt,
-    KnownPrompts,
-    Match,
-    chat_asked,
-    kind_of,
-)
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
 from proxy.llama.answers import Diagnose
 from proxy.llama.bodies import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -238,7 +229,6 @@ _Found = tuple[Judgement, KnownPrompt, tuple[Match | None, Match | None]]
 """The judgement on a request, its prompt to be kept, and two known prompts: the nearest, the compared."""
 
 
-@dataclass
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
@@ -246,14 +236,11 @@ class Inquiry:
     not be reused. A request that continues in the slot of its conversation is not compared.
     """
 
-    _process: "Process"
-    _prompt: Prompt
-    _body: GenerationBody
-    _found: tuple[object, _Found] | None = None
-
-    def __post_init__(self) -> None:
-        self._journal, self._planned_at = self._process.journal, time.monotonic()
+    def __init__(self, process: "Process", prompt: Prompt, body: GenerationBody) -> None:
+        self._process, self._prompt, self._body = process, prompt, body
+        self._journal, self._planned_at = process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
+        self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
         """Return the judgement on a request of which only the plan is known."""

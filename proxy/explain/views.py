@@ -15,12 +15,12 @@ from typing import Literal
 
 import msgspec
 
+from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.known import Kind
 from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions

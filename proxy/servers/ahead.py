@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.cuts import Stop
+from proxy.core.messages import Kind
 from proxy.core.model import Cuts, Prompt, SlotId
 from proxy.core.slots import Known, SlotPhase, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
-from proxy.explain.known import Kind
 from proxy.servers.background import is_due
 from proxy.serving.planning import plan_in
 from proxy.serving.process import Process

@@ -59,10 +59,9 @@ def drop_cache_control(draft: Draft, message: Json) -> list[Json]:
 
 def drop_cache_control_of_request(draft: Draft) -> None:
     """Remove the marks from the request, except from its messages."""
-    body: Json = _unmarked(draft.body)
+    draft.body = _unmarked(draft.body)
     for name in ("system", "tools"):
-        body = with_items(body, name, _unmarked)
-    draft.body = body
+        draft.body = with_items(draft.body, name, _unmarked)
 
 
 def _unmarked(part: Any) -> Any:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.json import encode
 
 from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
@@ -118,7 +119,10 @@ class _Holding:
             draft.rewrite_first_users(self._rewrite_user)
         draft.body = with_list(draft.body, "tools", [self._rewrite_tool(t) for t in draft.tools])
         for index, text, _ in (told := self._told()):
-            _tell(draft, index, text)
+            messages = draft.messages
+            if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
+                behind = followed_by(draft.route, messages[index], text)
+                draft.messages = [*messages[:index], *behind, *messages[index + 1 :]]
         if self._first:
             draft.lessons[self._key] = _Held(self._first, told)
 
@@ -136,7 +140,7 @@ class _Holding:
         if not isinstance(text, str):
             return tool
         rest = {**tool, **described, "description": "", "function": None}
-        kept = self._rewrite(msgspec.json.encode(rest).decode(), text)
+        kept = self._rewrite(encode(rest).decode(), text)
         if kept == text:
             return tool
         changed = {**described, "description": kept}
@@ -170,14 +174,6 @@ class _Holding:
         if changed and self._can_tell and self._kind.is_told and not is_said:
             told.append((len(messages) - 1, as_reminder("\n".join((self._opening, *changed))), now))
         return told
-
-
-def _tell(draft: Draft, index: int, text: str) -> None:
-    """Put a text behind a message of the user, once."""
-    messages = draft.messages
-    if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
-        told = followed_by(draft.route, messages[index], text)
-        draft.messages = [*messages[:index], *told, *messages[index + 1 :]]
 
 
 def sticky_reminders(draft: Draft) -> None:
@@ -291,7 +287,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
     if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
         draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # later requests need it too
     if key == "input" and isinstance(arguments, dict):
-        chosen = choose_call(made, name, _encode(arguments).decode())
+        chosen = choose_call(made, name, encode(arguments).decode())
     elif key == "arguments" and isinstance(arguments, str):
         chosen = choose_call(made, name, arguments)
     else:
@@ -300,7 +296,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
         return holder
     written = object_in(chosen[1]) if key == "input" else chosen[1]
     restored = {**holder, "name": chosen[0], key: written}
-    return holder if _encode(restored) == _encode(holder) else restored
+    return holder if encode(restored) == encode(holder) else restored
 
 
 def choose_call(
@@ -314,7 +310,7 @@ def choose_call(
     if returned is None or (name, raw_arguments) in made:
         return None
     values = {call: value for call in made if (value := object_in(call[1])) is not None}
-    exact = [c for c, v in values.items() if c[0] == name and _encode(v) == _encode(returned)]
+    exact = [c for c, v in values.items() if c[0] == name and encode(v) == encode(returned)]
     alike = [c for c, v in values.items() if _came_back_as(c[0], v, name, returned)]
     candidates = exact or alike
     return candidates[0] if len(candidates) == 1 else None
@@ -357,7 +353,3 @@ def _is_written_out(text: str, value: Any) -> bool:
         return text == str(value).lower()
     is_number = isinstance(value, int | float) and _NUMBER.fullmatch(text) is not None
     return is_number and float(text) == float(value)
-
-
-def _encode(value: Any) -> bytes:
-    return msgspec.json.encode(value)
