@@ -51,9 +51,9 @@ class Rule:
 
     @property
     def needs_repair(self) -> bool:
-        """Whether a window that was cut on saving lacks a position that a restored window must have.
+        """Whether a saved window must be repaired: llama-server wants one position more of a restored one.
 
-        A window that is not full fails the same test (server-context.cpp, `pos_min >= pos_min_thold`).
+        For the same reason it refuses a window that is not full (server-context.cpp, `pos_min_thold`).
         """
         return self.end_holds_from > 0
 
@@ -368,7 +368,7 @@ class RestoreProbe:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a request that shares only a part of the state continued at a context checkpoint."""
+        """Whether a request that shares only a part of the state was continued at a context checkpoint."""
         return self.holds_at_points and any(
             n_common < self.n_tokens and highest_point(self.restore_points, n_most) > 0
             for n_common, n_most, _ in self.trials
@@ -376,7 +376,13 @@ class RestoreProbe:
 
 
 def judge(probes: Sequence[RestoreProbe]) -> Rule:
-    """Return the rule that fits the *probes*, which are ascending by length."""
+    """Return the rule that fits the *probes*, which are ascending by length.
+
+    1. Every probe could be continued anywhere: *any prefix*.
+    2. The longest one could not be continued at its end: *nothing*.
+    3. All could be continued at context checkpoints, and one of them before its end: *restore points*.
+    4. Otherwise: *end only*. In cases 3 and 4 only the longest probes may hold at their ends.
+    """
     if not probes:
         return NO_RULE
     if all(probe.holds_anywhere for probe in probes):

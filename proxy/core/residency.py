@@ -165,8 +165,8 @@ def best_offer(offers: Sequence[Offer]) -> int:
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     """Return how many leading tokens of a prompt a slot may hold when it is idle next.
 
-    A leased slot may then hold its request's prompt and any tokens generated behind it. Its content counts
-    as it is now if that request has yet to be sent, as ours has, or has had its answer.
+    A leased slot may then hold its request's prompt and any tokens generated behind the prompt. The present
+    content counts if that request was not sent yet (READY), or has had its answer (CLOSING).
     """
     content = slot.content
     n_held = len(tokens) if isinstance(content, Unknown) else 0

@@ -271,10 +271,9 @@ def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
 
 # How much was written lately, and which saves get the rest of a day's write budget.
 #
-# A save is worth the seconds of evaluation that it spares for each byte. While half of the budget is left,
-# everything is saved. After that, a save must be worth the more the less is left: at the end as much as the
-# saves of the last day on average. So saves that write a long state again for a few new tokens are refused
-# first.
+# Saves are compared by the seconds of evaluation that they spare for each byte. While half of the budget is
+# left, everything is saved. Then the threshold rises from 0 to the average of the last day's saves as the
+# budget runs out. So saves that write a long state again for a few new tokens are refused first.
 
 
 WINDOW_HOURS = 24

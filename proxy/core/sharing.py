@@ -23,7 +23,7 @@ ENTER_SECONDS = 0.015
 """How long it takes to sync and enter a state that has arrived: no fetch takes less."""
 
 _TRIED_SHARE = 0.1
-"""A transfer that was begun in vain costs a request this share of what evaluating takes."""
+"""A transfer that is given up costs a request about this share of the seconds that evaluating takes."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
 """The sizes of the pieces of a transfer, and how long a link takes for one."""
@@ -92,8 +92,8 @@ def _starts(prompt: Prompt, now: Situation) -> Iterator[Start]:
 def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
     """Return after how many seconds a transfer that has not brought *n_bytes* yet is given up.
 
-    A link has shown its rate after the call and a share of the limit. A transfer that will be later than
-    the limit by no more than that share goes on: evaluating after all would take longer still.
+    The rate of a link is known after the call and a share of the limit. A transfer that will exceed the
+    limit by no more than that share goes on: giving it up and evaluating would take longer.
     """
     share = max(_TRIED_SHARE, (1 + _TRIED_SHARE) * n_bytes / size_bytes)
     return max(UNMEASURED.call.seconds, link.call.seconds) + share * limit_seconds

@@ -325,7 +325,8 @@ def must_be_erased(
 
 
 UBATCH_TOKENS = 512
-"""llama-server makes another one so many tokens before that: a batch (--ubatch-size by default)."""
+"""llama-server makes a context checkpoint this many tokens before the one near a prompt's end: one batch
+(--ubatch-size by default)."""
 
 CHECKPOINTS_PER_REQUEST = 3
 """The most context checkpoints that llama-server adds for one request; it drops the oldest for them
@@ -437,8 +438,8 @@ def after_evaluation(
     """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the first token that differs from
-    the old content are gone. One is new, shortly before the prompt's end, if it lies *stride_tokens* behind
-    the last. Only the newest *n_believed* are relied on.
+    the old content are gone. A new context checkpoint lies shortly before the prompt's end, if that is
+    *stride_tokens* behind the last one. Only the newest *n_believed* context checkpoints are relied on.
     """
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
@@ -451,8 +452,8 @@ def after_evaluation(
         if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
             n_edit = n_kept
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
-    if stride_tokens > UBATCH_TOKENS < newest - len(old.tokens):
-        newest -= UBATCH_TOKENS  # the last one would be too near to that one
+    if stride_tokens > UBATCH_TOKENS and newest - len(old.tokens) > UBATCH_TOKENS:
+        newest -= UBATCH_TOKENS  # the one near the end would be too near to the one before it
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent

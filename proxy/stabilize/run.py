@@ -27,9 +27,9 @@ from proxy.stabilize.model import (
     why_failed,
 )
 
-# The key of a conversation depends on the changes of the stabilizers before the sticky ones, and must not
-# depend on those of the others. Reasoning comes last because its messages no longer have the Anthropic
-# form.
+# The sticky stabilizers need the key of a conversation. So the key depends on the changes of stabilizers
+# before them, and must not depend on the changes of later ones. `inline_reasoning` comes last, because the
+# messages that it has changed no longer have the Anthropic form.
 OfMessage = Callable[[Draft, Json], list[Json]]
 OfRequest = Callable[[Draft], None]
 OF_MESSAGES: dict[Name, OfMessage] = {
