@@ -329,11 +329,6 @@ class Draft:
         given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
         return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
 
-    @cached_property
-    def begins(self) -> bool:
-        """Whether this is the first request of its conversation, so that it has no answer yet."""
-        return self._n_first == len(self.messages)
-
     @property
     def _n_first(self) -> int:
         """How many messages stand before the first answer."""
@@ -345,8 +340,8 @@ class Draft:
         return key_of(kind, self._conversation, *parts)
 
     def recall(self, key: str) -> Any:
-        """Return the value of a key, None if there is none or if the conversation begins."""
-        return None if self.begins else self.memory.get(key)
+        """Return the value of a key; None if there is none, or no answer in the conversation yet."""
+        return self.memory.get(key) if self._n_first < len(self.messages) else None
 
     def _first_user_text(self) -> str:
         content = self.body.get(self.list_name)

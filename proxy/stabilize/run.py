@@ -30,9 +30,7 @@ from proxy.stabilize.model import (
 # The sticky stabilizers need the key of a conversation. So the key depends on the changes of stabilizers
 # before them, and must not depend on the changes of later ones. `inline_reasoning` comes last, because the
 # messages that it has changed no longer have the Anthropic form.
-OfMessage = Callable[[Draft, Json], list[Json]]
-OfRequest = Callable[[Draft], None]
-OF_MESSAGES: dict[Name, OfMessage] = {
+OF_MESSAGES: dict[Name, Callable[[Draft, Json], list[Json]]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control,
     Name.TOOL_REFERENCE_TEXT: drops.tool_reference_text,
     Name.GLUE_TEXT_TO_RESULTS: drops.glue_text_to_results,
@@ -40,7 +38,7 @@ OF_MESSAGES: dict[Name, OfMessage] = {
     Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
 }
 """The stabilizers that are applied first, to each message by itself, in this order."""
-OF_REQUESTS: dict[Name, OfRequest] = {
+OF_REQUESTS: dict[Name, Callable[[Draft], None]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,
     Name.HOIST_SYSTEM_MESSAGE: drops.hoist_system_message,
