@@ -150,7 +150,7 @@ def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
     """Yield the cuts at which the slot is saved, the most important first."""
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
-        # That state can also be continued at the header, and so can the conversation's later state.
+        # This state can also be continued at the header. A later state of the conversation has both cuts.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
     elif rule.kind is RuleKind.END_ONLY or shares_header:
         yield cuts.header, CheckpointKind.HEADER

@@ -32,8 +32,8 @@ class RuleKind(StrEnum):
 
 NEAR_TOKENS, FAR_TOKENS = 64, 8192
 """How close two context checkpoints may be. Builds that write files of version 2 want 64 tokens (b8672,
-April 2026), 256 (b9538, June) or 8,192 between them (b9873 to b10566, July and August), measured; later
-ones want none at a prompt's end (server-context.cpp, create_checkpoint)."""
+April 2026), 256 (b9538, June) or 8,192 between them (b9873 to b10566, July and August), measured. Later
+builds want no distance at a prompt's end (server-context.cpp, create_checkpoint)."""
 
 
 @dataclass(frozen=True, slots=True)

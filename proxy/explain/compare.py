@@ -1,4 +1,4 @@
-"""Where a new prompt first differs from a known one, and which change by client or chat template that is.
+"""Where a new prompt first differs from a known one, and which change by client or template caused that.
 
 Prompts are compared twice. Their sketches (digests of tools and messages) tell which message differs. Their
 texts, where they are kept, tell which words differ. States are not looked at here.

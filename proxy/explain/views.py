@@ -45,11 +45,11 @@ def path_to(node_id: str) -> list[str]:
 class ListedNode(msgspec.Struct, kw_only=True):
     """A node above the checkpoints; its counts are over all checkpoints under it.
 
-    `title` and `client` are those of the newest of them; empty where they are not known, or for several
-    sessions. `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0.
-    `seconds` is what evaluating a header takes, and a session behind its header; null while no speed was
-    measured. `is_served` says whether the model that llama-server serves now can use them; `model` is the
-    name of their model. Both are null if not known.
+    `title` and `client` are those of the newest checkpoint; empty where they are not known, or for several
+    sessions. `n_tokens` is the length of a header, or of a session's longest checkpoint; else 0. `seconds`
+    is how long evaluating a header takes, or a session behind its header; null while no speed was measured.
+    `is_served` says whether llama-server now serves the model of the checkpoints, `model` is that model's
+    name. Both are null if not known.
     """
 
     id: str

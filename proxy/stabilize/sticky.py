@@ -62,6 +62,7 @@ class _Changing(NamedTuple):
     """Whether conversations share places. If the words of two conversations differ, later ones show only
     the text around the words, because the model might use the words of another session by mistake."""
     is_told: bool = True
+    """Whether the newest user message tells the model the present words."""
 
 
 _DATES = _Changing("date", DATE, lambda found: found["words"])
