@@ -152,6 +152,7 @@ class Chat(NamedTuple):
 
 
 def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
+    """Return a chat request without its kind, its words and its quotes."""
     roles, parts = conversation.roles, conversation.digests
     n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
     n_header = (1 + n_system) * DIGEST_BYTES
@@ -199,6 +200,7 @@ def _is_aside(new: Chat, old: Chat) -> bool:
 
 
 def _going_on(new: Chat, old: Chat) -> Kind:
+    """Return the kind of a request that begins with all messages of the *old* one."""
     added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
     if len(old.roles) == 1 and _is_aside(new, old):
         return Kind.SIDE

@@ -194,10 +194,9 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
 def judge_prompt(
     new: KnownPrompt, nearest: Match | None, compared: Match | None, served: Account, rule: Rule
 ) -> Judgement:
-    """Return why *served* reused no more; its prompt is *new*.
+    """Return why *served*, the request of a *new* prompt, reused no more.
 
-    The *nearest* known prompt shares the most tokens. The prompt to be *compared* is that of the same
-    conversation, if it is known.
+    The *nearest* known prompt shares the most tokens; the *compared* one is mostly of its conversation.
     """
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change = Past(0, n_like), None

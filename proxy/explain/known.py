@@ -132,8 +132,8 @@ class KnownPrompts:
         1. The prompt continues the last prompt of its conversation, which is both.
         2. The nearest prompt is of the same conversation, too: it is the one to compare.
         3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
-           If the nearest prompt ended later and has the same first message, it began this conversation
-           anew, and is compared instead.
+           If the nearest prompt ended later, shares more and has the same first message, it began this
+           conversation anew, and is compared instead.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
         for known in self._keyless:  # the oldest first
@@ -150,15 +150,14 @@ class KnownPrompts:
         nearest = _nearest(new, newest)
         if nearest is None:
             return None, last
-        is_same = key in nearest.known.keys
+        is_same = key in nearest.known.keys or (
+            last is not None
+            and nearest.known.ended_at > last.known.ended_at
+            and nearest.n_common > last.n_common
+            and have_same_first_message(new.sketch, nearest.known.sketch)
+        )
         if last is not None and not is_same:
-            is_same = (
-                nearest.known.ended_at > last.known.ended_at
-                and nearest.n_common > last.n_common
-                and have_same_first_message(new.sketch, nearest.known.sketch)
-            )
-            if not is_same:
-                return nearest, last
+            return nearest, last
         is_same = is_same or begin_alike(new.sketch, nearest.known.sketch)
         return nearest, replace(nearest, is_same_conversation=is_same)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.json import encode
 
 from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
@@ -39,17 +38,6 @@ _MASK = "…"
 _TOOL_TEXT = re.compile(r"(?s)\A.+\Z")
 _LINE_WITH_ID = re.compile(rf"(?m)^.*?(?:{ID.pattern}).*$")
 _LINE_WITH_COUNT = re.compile(rf"(?m)^.*?(?:{COUNT.pattern}).*$")
-
-
-class _Held(msgspec.Struct):
-    """The first words of each place, and what the model was told since.
-
-    Each entry of `told` is the number of a message, the text behind that message, and the words of the
-    places that differed from their first words.
-    """
-
-    first: dict[str, str] = {}
-    told: list[tuple[int, str, dict[str, str]]] = []
 
 
 class _Changing(NamedTuple):
@@ -104,7 +92,12 @@ class _Holding:
         self._draft = draft
         self._kind = kind
         self._key = draft.key(f"held {kind.name}")
-        self._held = msgspec.convert(draft.recall(self._key) or {}, _Held)
+        held = draft.recall(self._key) or {"first": {}, "told": []}
+        self._held_first: dict[str, str] = held["first"]
+        """The first words of each place."""
+        self._held_told: list[tuple[int, str, dict[str, str]]] = held["told"]
+        """What the model was told since: the number of a message, the text behind that message, and the
+        words of the places that differed from their first words."""
         self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
         newest = draft.messages[-1]
         self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
@@ -125,7 +118,7 @@ class _Holding:
                 behind = followed_by(draft.route, messages[index], text)
                 draft.messages = [*messages[:index], *behind, *messages[index + 1 :]]
         if self._first:
-            draft.lessons[self._key] = _Held(self._first, told)
+            draft.lessons[self._key] = {"first": self._first, "told": told}
 
     def _rewrite(self, where: str, text: str) -> str:
         return self._kind.pattern.sub(partial(self._kept, where), text)
@@ -153,7 +146,7 @@ class _Holding:
         place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
-        first = self._held.first.get(place)
+        first = self._held_first.get(place)
         if first is None and self._kind.is_shared:
             shared = self._draft.memory.get(place)
             if shared not in (None, words) and not self._can_tell:
@@ -167,7 +160,7 @@ class _Holding:
     def _told(self) -> list[tuple[int, str, dict[str, str]]]:
         """Return what the model was told in this conversation, and is told now."""
         messages, now = self._draft.messages, self._now
-        told = [one for one in self._held.told if one[0] < len(messages) - 1]
+        told = [one for one in self._held_told if one[0] < len(messages) - 1]
         before = told[-1][2] if told else {}
         changed = [words for place, words in now.items() if before.get(place) != words]
         changed += [self._first[p] for p in before if p in self._first and p not in now]
