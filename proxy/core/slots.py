@@ -329,15 +329,15 @@ UBATCH_TOKENS = 512
 (--ubatch-size by default)."""
 
 CHECKPOINTS_PER_REQUEST = 3
-"""The most context checkpoints that llama-server adds for one request; it drops the oldest for them
-(server-context.cpp, create_checkpoint)."""
+"""llama-server adds at most this many context checkpoints for one request, and drops the oldest ones for
+these (server-context.cpp, create_checkpoint)."""
 
 MAX_MARKS = 32
-"""As many marks as a file has context checkpoints at most."""
+"""As many as a file has context checkpoints at most."""
 
 
 def cut_to(content: Known, n_tokens: int) -> Known:
-    """Return *content* cut to its first *n_tokens*: tokens, cuts and points behind them are dropped."""
+    """Return *content* without the tokens, cuts and points behind its first *n_tokens*."""
     return replace(
         content,
         tokens=content.tokens[:n_tokens],
@@ -397,7 +397,7 @@ def not_to_save(content: Content) -> Content:
 def also_saved(
     content: Content, namespace: Namespace, tokens: TokenIds, points: Collection[int]
 ) -> Content:
-    """Return *content* with those restore points of a new file of *tokens* that lie within it."""
+    """Return *content* with those restore *points* of a new file of *tokens* that lie within *content*."""
     n_common = shared_tokens(content, tokens, namespace)
     saved = {point for point in points if point <= n_common}
     if not isinstance(content, Known) or saved.issubset(content.saved_points):
@@ -406,11 +406,12 @@ def also_saved(
 
 
 def _within(n_tokens: int, n_cut: int) -> int:
+    """Return a cut; 0 if it lies behind the first *n_tokens*."""
     return n_cut if n_cut <= n_tokens else 0
 
 
 def n_believed_points(n_context_checkpoints: int) -> int:
-    """Return how many of the newest points a slot still has for certain if it keeps so many checkpoints."""
+    """Return how many of its newest points a slot has for certain, by llama-server's --ctx-checkpoints."""
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
