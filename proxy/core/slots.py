@@ -141,10 +141,8 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
         return 0, last
     is_whole = n_common == len(content.tokens)
     at_most = min(n_common + content.n_tail if is_whole else n_common, last)
-    n_reachable, goes_on = (
-        min(n_common, last),
-        is_whole and content.n_tail == 0 and n_common <= last,
-    )
+    n_reachable = min(n_common, last)
+    goes_on = is_whole and content.n_tail == 0 and n_common <= last
     # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
     if rule.kind is not RuleKind.ANY_PREFIX and not goes_on:
         n_reachable = highest_point(content.restore_points, n_reachable)

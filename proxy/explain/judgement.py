@@ -223,9 +223,8 @@ def _change(new: KnownPrompt, compared: Match) -> Change | None:
     is_bare = not new.sketch.messages
     if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
         return None
-    return find_change(
-        new.rendering, known.rendering, is_same_conversation=compared.is_same_conversation
-    )
+    is_same = compared.is_same_conversation
+    return find_change(new.rendering, known.rendering, is_same_conversation=is_same)
 
 
 def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:
