@@ -419,9 +419,8 @@ class Report:
         record = self._record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         says = f"{views.api_name(record.path)}  not answered: {why}  id {record.id}"
-        write(
-            "request", **views.line_of(record), reason=str(error) or type(error).__name__, says=says
-        )
+        reason = str(error) or type(error).__name__
+        write("request", **views.line_of(record), reason=reason, says=says)
         self._journal.add(record)
 
     def _record(
