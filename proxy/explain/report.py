@@ -270,6 +270,7 @@ class Inquiry:
         return self._found[1]
 
     def _look(self, account: Account, request_id: str) -> _Found:
+        """Compare the prompt; not if it continues the last prompt of its slot and reuses all of that."""
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep == "text"
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")

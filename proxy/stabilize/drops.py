@@ -295,6 +295,7 @@ def inline_reasoning(draft: Draft) -> None:
 
 
 def _inlined(given: Json, route: Route, marks: Marks) -> Json:
+    """Return an answer with its reasoning in its text; the same object if there is none to move."""
     message = _as_chat(given) if route is Route.MESSAGES else given
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or reasoning == _NO_REASONING:

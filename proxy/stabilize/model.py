@@ -319,10 +319,10 @@ class Draft:
         self.rewrite_system(note)
         return "\n".join(texts)
 
-    # The conversation of a request. It is identified by the system prompt without changing parts (dates,
-    # names of sessions, counts), and by the first user text without reminders and dates. The client's own
-    # name for the session distinguishes conversations that begin alike. The key is made when a stabilizer
-    # first asks for it, so that it does not depend on the changes of later stabilizers.
+    # A conversation is identified by its system prompt without changing parts (dates, names of sessions,
+    # counts), and by its first user text without reminders and dates. The client's own name for the session
+    # distinguishes conversations that begin alike. The key is made when a stabilizer first needs the key,
+    # so that the changes of later stabilizers make no difference.
 
     @cached_property
     def _conversation(self) -> str:
@@ -368,6 +368,7 @@ def _objects(value: Any, name: str) -> list[Json]:
 
 
 def _with_texts(holder: Json, key: str, rewrite: Callable[[str], str]) -> Json:
+    """Return an object with its text, or each text of a list, rewritten; the same object if none did."""
     content = holder.get(key)
     if isinstance(content, str):
         text = rewrite(content)
