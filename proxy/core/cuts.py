@@ -9,9 +9,9 @@ benefit of a stop depends on the rule:
 
 1. Restore points: llama-server makes a context checkpoint just before the end of every prompt, so a stop
    makes one at the cut. Every later save of that slot contains it.
-2. End only: a later request can only continue the state at the cut, so the slot is saved there, or is
-   rewound to the cut, for a few tokens, when it is saved later.
-3. Any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
+2. End only: a later request can continue a state only at the state's end. So the slot is saved at the cut;
+   or a later save rewinds the slot to the cut first, for a few tokens.
+3. Any rule: a state that is saved at the cut can be restored into other slots while the request goes on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ MIN_CUT_TOKENS = 64
 """A stop at a shorter prefix is not worth its round trip."""
 
 MIN_STRIDE_TOKENS = 32
-"""Stops for context checkpoints are no closer than this: the lower one serves both cuts."""
+"""Stops for context checkpoints are no closer than this: the lower one serves both."""
 
 MIN_BRANCH_TOKENS = 64
 """If two prompts share this many tokens more than can be reused, the second stops there for a third."""
@@ -123,26 +123,25 @@ def choose_stops(
     def is_needed(n_cut: int) -> bool:
         return is_ahead(n_cut) and not is_covered(rule, candidates, n_cut)
 
-    stops: dict[int, Stop] = {}
+    stops: dict[int, CheckpointKind | None] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
         near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
         if is_needed(n_cut) and (near is None or n_cut < near):
-            # Of two cuts that are near, the lower one serves the prompts of both.
-            more_important = stops.pop(near).save_as if near is not None else save_as
-            stops[n_cut] = Stop(n_cut, more_important)
+            # Of two cuts that are near, the lower one serves the prompts of both; it is saved as the more
+            # important one, which came first.
+            stops[n_cut] = stops.pop(near) if near is not None else save_as
     if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
-        stops.setdefault(cuts.message_end, Stop(cuts.message_end))
-    n_own = own_point(n_prompt)
-    for n_cut in _planted(rule, cuts):
-        if rule.kind is RuleKind.RESTORE_POINTS and is_near((n_own,), n_cut):
+        stops.setdefault(cuts.message_end, None)
+    for n_cut in _unsaved(rule, cuts):
+        if rule.kind is RuleKind.RESTORE_POINTS and is_near((own_point(n_prompt),), n_cut):
             continue  # llama-server makes a context checkpoint there itself
         if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
-            stops[n_cut] = Stop(n_cut)
-    return tuple(stops[n] for n in sorted(stops))
+            stops[n_cut] = None
+    return tuple(Stop(n, stops[n]) for n in sorted(stops))
 
 
 def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
-    """Return whether a context checkpoint at *n_cut* is allowed, and costs another stop nothing."""
+    """Return whether a context checkpoint at *n_cut* lies far enough from the one at *n_other*."""
     if rule.kind is RuleKind.END_ONLY:
         return abs(n_cut - n_other) >= rule.stride_tokens
     return n_other > n_cut or n_cut - n_other >= MIN_STRIDE_TOKENS
@@ -151,7 +150,7 @@ def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
     """Yield the cuts at which the slot is saved, the most important first."""
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
-        # That state can also be continued at the header, and so can the conversation's later state.
+        # This state can also be continued at the header. A later state of the conversation has both cuts.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
     elif rule.kind is RuleKind.END_ONLY or shares_header:
         yield cuts.header, CheckpointKind.HEADER
@@ -160,7 +159,7 @@ def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int
         yield cuts.branch, CheckpointKind.BRANCH
 
 
-def _planted(rule: Rule, cuts: Cuts) -> list[int]:
+def _unsaved(rule: Rule, cuts: Cuts) -> list[int]:
     """Return the cuts at which a stop makes a context checkpoint, ascending.
 
     Where a state cannot be continued at its end (a window that is not full), a stop costs a few tokens:
@@ -210,7 +209,10 @@ class MessageSize:
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """The messages that stay: those from *first* on, and *asked*, the user message of a turn cut in two."""
+    """The messages that stay: those from `first` on, and `asked`, the user message of a turn cut in two.
+
+    The other messages have `n_left_out` tokens.
+    """
 
     first: int
     asked: int | None

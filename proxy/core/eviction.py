@@ -1,7 +1,7 @@
 """Which checkpoints are removed: for room, or because a newer one makes them needless.
 
-Owns: the order of eviction, and the family of a state. Pure; must never know files, or how a checkpoint is
-in use.
+Owns: the order of eviction, and the family of a state. Pure. Must never know files, or what uses a
+checkpoint.
 
 When room is needed (`choose_victims`), the lowest rank goes first, then the least value per byte:
 
@@ -105,7 +105,7 @@ def _share_session(relative: Candidate, own_cuts: Iterable[int], n_header: int) 
     older = relative.checkpoint
     cuts = {*own_cuts, older.turn_start, older.n_tokens}
     if not older.turn_start:
-        # The template may have rendered another generation prompt behind this one since.
+        # Since then the template may have written another generation prompt behind these tokens.
         cuts.add(older.n_prompt - SLACK_TOKENS)
     n_header = max(n_header, older.header)
     return any(n_header < n_cut <= relative.n_common for n_cut in cuts)

@@ -32,13 +32,8 @@ class Given:
     written: str
     value: str
 
-    @property
-    def is_flag(self) -> bool:
-        """Whether the option is on the command line."""
-        return self.written.startswith("-")
-
     def __str__(self) -> str:
-        if self.is_flag:
+        if self.written.startswith("-"):
             return self.written if self.value in (ON, OFF) else f"{self.written} {self.value}"
         return f"{self.written}={self.value}"
 
@@ -233,8 +228,7 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
 
 def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before the next start, after *n_failures* in a row."""
-    n_doublings = min(10, max(0, n_failures - 1))
-    return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** min(10, max(0, n_failures - 1)))
 
 
 # A router's command line overrides its presets, the flags for single models, and the presets override

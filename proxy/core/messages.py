@@ -1,10 +1,14 @@
-"""Parsed JSON of requests and answers, read as llama-server reads it; helpers for all chat forms."""
+"""The messages of requests in all chat forms, and parsed JSON, read as llama-server reads it."""
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+from proxy.core.tokens import common_prefix_length
 
 
 class Route(StrEnum):
@@ -79,3 +83,133 @@ def without_reminders(text: str) -> str:
 
 def has_reminder(text: str) -> bool:
     return _REMINDER.search(text) is not None
+
+
+DIGEST_BYTES = 8
+BYTES_PER_TOKEN = 4
+"""A message as JSON has about so many bytes for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Digests, roles and sizes of everything in a chat request that its prompt is rendered from.
+
+    `digests` has eight bytes for everything but the messages, then eight for each message. So a
+    conversation continues another one if its digests begin with the digests of the other. `sizes_bytes`
+    are the sizes of the messages as JSON.
+    """
+
+    digests: bytes
+    roles: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+
+    def n_behind(self, earlier: bytes) -> int:
+        """Return how many messages follow those of the *earlier* digests; 0 if these are not continued."""
+        is_longer = earlier and self.digests.startswith(earlier)
+        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
+
+
+def count_messages(digests: bytes) -> int:
+    """Return how many messages the digests of a Conversation stand for; 0 if there are none."""
+    return max(0, len(digests) // DIGEST_BYTES - 1)
+
+
+# The kind of each request, by the messages of earlier requests. Clients ask for titles and summaries unseen
+# by their users, and shorten conversations: such a request may look like a miss.
+
+
+class Kind(StrEnum):
+    """The role of a request in its conversation; empty if no messages of the request were read."""
+
+    NONE = ""
+    FIRST = "first"
+    USER_TURN = "user turn"
+    TOOL_TURN = "tool round trip"
+    REWRITE = "rewritten history"
+    COMPACTION = "compaction"
+    SIDE = "side call"
+    RETRY = "retry"
+    AHEAD = "evaluated ahead"
+
+
+_MIN_QUOTED = 12
+"""Fewer characters may stand in two conversations by chance."""
+
+
+class Chat(NamedTuple):
+    """The features of a chat request that tell its kind.
+
+    `asker` are its client's key and session. `header` has the digests of everything before the first
+    message that is not a system message, `own` those of the messages from there on, with the `roles`.
+    `words` are the user's first words. `quotes` is all the text of a request without tools. Both are empty
+    if text is not kept.
+    """
+
+    asker: tuple[bytes, str]
+    header: bytes
+    own: bytes
+    roles: tuple[str, ...]
+    has_tools: bool = False
+    kind: Kind = Kind.FIRST
+    words: str = ""
+    quotes: str = ""
+
+
+def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
+    """Return a chat request without its kind, its words and its quotes."""
+    roles, parts = conversation.roles, conversation.digests
+    n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    n_header = (1 + n_system) * DIGEST_BYTES
+    return Chat(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
+
+
+def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
+    """Return the kind of a request, given *earlier* requests, the newest first.
+
+    1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
+    2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
+       the conversation under another header.
+    3. It shares the session or later messages of an earlier request, or quotes its first words: the
+       conversation was compacted, or the request is a side call.
+    """
+    others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
+    n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
+    for old in others:
+        if not old.own.startswith(first):
+            continue
+        if (n_same := common_prefix_length(new.own, old.own) // DIGEST_BYTES) > n_common:
+            n_common, nearest = n_same, old
+    if nearest is not None and n_common == len(nearest.roles):
+        return _going_on(new, nearest)
+    if nearest is not None:
+        return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE
+    starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
+    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
+        return Kind.COMPACTION
+    session = [old for old in others if old.asker == new.asker and new.asker[1]]
+    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
+        session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in new.quotes]
+    alike = next((old for old in session if old.header == new.header), None)
+    if alike is None:
+        return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST
+    if alike.kind is Kind.SIDE:
+        return Kind.SIDE
+    is_shorter = len(alike.roles) >= 3 and 2 * len(new.roles) <= len(alike.roles)
+    return Kind.COMPACTION if is_shorter else Kind.FIRST
+
+
+def _is_aside(new: Chat, old: Chat) -> bool:
+    """Return whether a request has another header and lacks the tools of the other request."""
+    return new.header != old.header and old.has_tools and not new.has_tools
+
+
+def _going_on(new: Chat, old: Chat) -> Kind:
+    """Return the kind of a request that begins with all messages of the *old* one."""
+    added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
+    if len(old.roles) == 1 and _is_aside(new, old):
+        return Kind.SIDE
+    if not added and len(old.roles) == 1 and new.header != old.header:
+        return Kind.FIRST  # the same words begin another conversation
+    if not added or added[-1] == "assistant":
+        return Kind.RETRY
+    return Kind.TOOL_TURN if added[-1] == "tool" else Kind.USER_TURN

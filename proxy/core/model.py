@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import takewhile
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypeAlias
 
 import msgspec
 import xxhash
@@ -32,8 +32,8 @@ class RuleKind(StrEnum):
 
 NEAR_TOKENS, FAR_TOKENS = 64, 8192
 """How close two context checkpoints may be. Builds that write files of version 2 want 64 tokens (b8672,
-April 2026), 256 (b9538, June) or 8,192 between them (b9873 to b10566, July and August), measured; later
-ones want none at a prompt's end (server-context.cpp, create_checkpoint)."""
+April 2026), 256 (b9538, June) or 8,192 between them (b9873 to b10566, July and August), measured. Later
+builds want no distance at a prompt's end (server-context.cpp, create_checkpoint)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Rule:
 
     @property
     def needs_repair(self) -> bool:
-        """Whether a window that was cut on saving lacks a position that a restored window must have.
+        """Whether a saved window must be repaired: llama-server wants one position more of a restored one.
 
-        A window that is not full fails the same test (server-context.cpp, `pos_min >= pos_min_thold`).
+        For the same reason it refuses a window that is not full (server-context.cpp, `pos_min_thold`).
         """
         return self.end_holds_from > 0
 
@@ -258,35 +258,6 @@ class Prompt:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Digests, roles and sizes of everything in a chat request that its prompt is rendered from.
-
-    `digests` has eight bytes for everything but the messages, then eight for each message. So one
-    conversation continues another if its digests begin with those of the other. `sizes_bytes` are the
-    sizes of the messages as JSON.
-    """
-
-    digests: bytes
-    roles: tuple[str, ...]
-    sizes_bytes: tuple[int, ...]
-
-    def n_behind(self, earlier: bytes) -> int:
-        """Return how many messages follow the *earlier* ones; 0 if this does not continue them."""
-        is_longer = earlier and self.digests.startswith(earlier)
-        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
-
-
-DIGEST_BYTES = 8
-BYTES_PER_TOKEN = 4
-"""Of a message as JSON, roughly."""
-
-
-def count_messages(digests: bytes) -> int:
-    """Return how many messages a Conversation's digests are of; 0 if there is none."""
-    return max(0, len(digests) // DIGEST_BYTES - 1)
-
-
 class Outcome(StrEnum):
     """The outcome of a generation request that was answered."""
 
@@ -397,7 +368,7 @@ class RestoreProbe:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a request that shares only a part of the state continued at a context checkpoint."""
+        """Whether a request that shares only a part of the state was continued at a context checkpoint."""
         return self.holds_at_points and any(
             n_common < self.n_tokens and highest_point(self.restore_points, n_most) > 0
             for n_common, n_most, _ in self.trials
@@ -405,7 +376,13 @@ class RestoreProbe:
 
 
 def judge(probes: Sequence[RestoreProbe]) -> Rule:
-    """Return the rule that fits the *probes*, which are ascending by length."""
+    """Return the rule that fits the *probes*, which are ascending by length.
+
+    1. Every probe could be continued anywhere: *any prefix*.
+    2. The longest one could not be continued at its end: *nothing*.
+    3. All could be continued at context checkpoints, and one of them before its end: *restore points*.
+    4. Otherwise: *end only*. In cases 3 and 4 only the longest probes may hold at their ends.
+    """
     if not probes:
         return NO_RULE
     if all(probe.holds_anywhere for probe in probes):
@@ -431,21 +408,19 @@ in another slot, to see whether llama-server then clears the slot with the other
 
 TOLERANCE = 0.01
 
+Canary: TypeAlias = Sequence[tuple[int, float]]
+"""The likeliest next tokens with their log-probabilities, the likeliest first."""
+
 
 class KnownNamespace(msgspec.Struct, frozen=True):
-    """A namespace's id and its canary: the likeliest tokens with their log-probabilities.
-
-    `name` is the model's name when it was last served.
-    """
+    """A namespace's id and its canary; `name` is the model's name when it was last served."""
 
     id: bytes
     canary: list[tuple[int, float]]
     name: str = ""
 
 
-def choose_namespace(
-    known: Iterable[KnownNamespace], canary: Sequence[tuple[int, float]]
-) -> KnownNamespace | None:
+def choose_namespace(known: Iterable[KnownNamespace], canary: Canary) -> KnownNamespace | None:
     """Return the known namespace whose canary is *canary* within the tolerance, or None."""
     return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
 
@@ -457,7 +432,7 @@ def new_namespace(
     return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
 
 
-def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:
+def is_same_canary(left: Canary, right: Canary) -> bool:
     """Return whether two canaries come from the same model.
 
     The tail of the list may differ by near ties. Each likeliest token must be in the other list, half of

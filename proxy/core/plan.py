@@ -345,6 +345,7 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     shares_header = _shares_header(now, cuts, n_reused)
+    # A checkpoint can be restored into several slots: only the cheapest of these starts is reported.
     alternatives: dict[object, Start] = {}
     for start in options[1:]:
         way = start.restored.checkpoint.id if start.restored else (start.slot_id, "live")
@@ -423,8 +424,6 @@ def most_useful(
 
     *found* is sorted, the longest common prefix first: no checkpoint saves more tokens than it shares.
     """
-    useful = promising(rule, found, n_prompt)[0]
-    usable = [
-        (usable_tokens(rule, c.checkpoint, c.n_common, n_prompt), c.checkpoint) for c in useful
-    ]
+    kept, _ = promising(rule, found, n_prompt)
+    usable = [(usable_tokens(rule, c.checkpoint, c.n_common, n_prompt), c.checkpoint) for c in kept]
     return max(usable, key=itemgetter(0), default=(0, None))

@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from math import inf, isinf
 
 from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
-from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
+from proxy.core.messages import Conversation
+from proxy.core.model import Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
 from proxy.core.slots import (
@@ -135,10 +136,8 @@ def make_offer(
     *n_waiting* requests wait there already, and *n_ahead* requests were sent there before this one.
     """
     plan = plan_request(prompt, now) if may_start else None
-    closing = [
-        (promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING
-    ]
-    n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
+    soon = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING]
+    n_promised, slot = max(soon, key=lambda each: each[0], default=(0, None))
     if plan is not None:
         n_reused, seconds = plan.start.n_reused, plan.start.total_seconds
     elif slot is not None and n_promised:
@@ -166,8 +165,8 @@ def best_offer(offers: Sequence[Offer]) -> int:
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     """Return how many leading tokens of a prompt a slot may hold when it is idle next.
 
-    A leased slot may then hold its request's prompt and any tokens generated behind it. Its content counts
-    as it is now if that request has yet to be sent, as ours has, or has had its answer.
+    A leased slot may then hold its request's prompt and any tokens generated behind the prompt. The present
+    content counts if that request was not sent yet (READY), or has had its answer (CLOSING).
     """
     content = slot.content
     n_held = len(tokens) if isinstance(content, Unknown) else 0
@@ -182,10 +181,9 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     n_destined = common_prefix_length(slot.destined, tokens)
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
-    if slot.phase is SlotPhase.RUNNING or (
-        isinstance(content, Unknown) and content.likely is not None
-    ):
-        return n_destined  # the old content is gone
+    is_overwritten = isinstance(content, Unknown) and content.likely is not None
+    if slot.phase is SlotPhase.RUNNING or is_overwritten:
+        return n_destined
     return max(n_destined, n_held)
 
 

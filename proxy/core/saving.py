@@ -27,7 +27,7 @@ from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
 from proxy.core.rates import Rates
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
+from proxy.core.slots import Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
 # When a slot is saved, and up to which token.
@@ -172,16 +172,14 @@ def select_points(
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
             kept[point] = None if point in own else others[point]
             n_before = point
-    n_left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
-    while n_left_bytes >= size_bytes and (
-        point := _best_inside(mine, kept, inside, size_bytes, rates)
-    ):
+    left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
+    while left_bytes >= size_bytes and (point := _next_best(mine, kept, inside, size_bytes, rates)):
         kept[point] = None
-        n_left_bytes -= size_bytes
+        left_bytes -= size_bytes
     return kept
 
 
-def _best_inside(
+def _next_best(
     points: tuple[int, ...],
     kept: Collection[int],
     cuts: Sequence[int],
@@ -261,7 +259,7 @@ def extent_of(content: Content) -> tuple[int, int] | None:
     if isinstance(content, Known):
         return content.n_tokens, content.n_points_at_most
     if isinstance(content, Unknown) and content.likely is not None:
-        return len(content.likely), MAX_CONTEXT_CHECKPOINTS
+        return len(content.likely), content.n_points_at_most
     return None
 
 
@@ -273,10 +271,9 @@ def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
 
 # How much was written lately, and which saves get the rest of a day's write budget.
 #
-# A save is worth the seconds of evaluation that it spares for each byte. While half of the budget is left,
-# everything is saved. After that, a save must be worth the more the less is left: at the end as much as the
-# saves of the last day on average. So saves that write a long state again for a few new tokens are refused
-# first.
+# Saves are compared by the seconds of evaluation that they spare for each byte. While half of the budget is
+# left, everything is saved. Then the threshold rises from 0 to the average of the last day's saves as the
+# budget runs out. So saves that write a long state again for a few new tokens are refused first.
 
 
 WINDOW_HOURS = 24

@@ -23,7 +23,7 @@ ENTERING = Transfer(UnitCost(0.005, 1.0), UnitCost(1e-9))
 """The assumed cost of syncing and entering a state that has arrived, until it was measured."""
 
 _TRIED_SHARE = 0.1
-"""A transfer that was begun in vain costs a request this share of what evaluating takes."""
+"""A transfer that is given up costs a request about this share of the seconds that evaluating takes."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
 """The sizes of the pieces of a transfer, and how long a link takes for one."""
@@ -76,15 +76,11 @@ def best_fetch(
         return None
     n_without, without_seconds = seconds_without(prompt, now)
     there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))
-    found = [
-        Fetch(
-            c,
-            sum(step.seconds(c.checkpoint.size_bytes) for step in steps),
-            without_seconds - start.total_seconds,
-        )
-        for start in _starts(prompt, there)
-        if (c := start.restored) and start.n_reused > n_without
-    ]
+    found = list[Fetch]()
+    for start in _starts(prompt, there):
+        if (state := start.restored) and start.n_reused > n_without:
+            seconds = sum(step.seconds(state.checkpoint.size_bytes) for step in steps)
+            found.append(Fetch(state, seconds, without_seconds - start.total_seconds))
     return max(found, key=lambda fetch: fetch.limit_seconds - fetch.seconds, default=None)
 
 
@@ -97,8 +93,8 @@ def _starts(prompt: Prompt, now: Situation) -> Iterator[Start]:
 def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
     """Return after how many seconds a transfer that has not brought *n_bytes* yet is given up.
 
-    A link has shown its rate after the call and a share of the limit. A transfer that will be later than
-    the limit by no more than that share goes on: evaluating after all would take longer still.
+    The rate of a link is known after the call and a share of the limit. A transfer that will exceed the
+    limit by no more than that share goes on: giving it up and evaluating would take longer.
     """
     share = max(_TRIED_SHARE, (1 + _TRIED_SHARE) * n_bytes / size_bytes)
     return max(UNMEASURED.call.seconds, link.call.seconds) + share * limit_seconds

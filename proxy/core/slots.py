@@ -9,7 +9,7 @@ A content is *known*, *empty* or *unknown*; unknown is not an error.
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import (
@@ -48,8 +48,9 @@ EVALUATED = Origin()
 class Empty:
     """The slot holds no tokens."""
 
-    origin: Origin = EVALUATED
-    tenant: Namespace | None = None
+    origin: ClassVar = EVALUATED
+    tenant: ClassVar = None
+    n_points_at_most: ClassVar = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Unknown:
     likely: TokenIds | None = None
     brief: bytes = b""
     origin: Origin = EVALUATED
+    n_points_at_most: ClassVar = MAX_CONTEXT_CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +141,10 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
         return 0, last
     is_whole = n_common == len(content.tokens)
     at_most = min(n_common + content.n_tail if is_whole else n_common, last)
-    if is_whole and content.n_tail == 0 and n_common <= last:
-        return n_common, at_most
-    # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
     n_reachable = min(n_common, last)
-    if rule.kind is not RuleKind.ANY_PREFIX:
+    goes_on = is_whole and content.n_tail == 0 and n_common <= last
+    # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
+    if rule.kind is not RuleKind.ANY_PREFIX and not goes_on:
         n_reachable = highest_point(content.restore_points, n_reachable)
     return n_reachable, at_most
 
@@ -316,18 +317,19 @@ def must_be_erased(
 
 
 UBATCH_TOKENS = 512
-"""llama-server makes another one so many tokens before that: a batch (--ubatch-size by default)."""
+"""llama-server makes a context checkpoint this many tokens before the one near a prompt's end: one batch
+(--ubatch-size by default)."""
 
 CHECKPOINTS_PER_REQUEST = 3
-"""The most context checkpoints that llama-server adds for one request; it drops the oldest for them
-(server-context.cpp, create_checkpoint)."""
+"""llama-server adds at most this many context checkpoints for one request, and drops the oldest ones for
+these (server-context.cpp, create_checkpoint)."""
 
 MAX_MARKS = 32
-"""As many marks as a file has context checkpoints at most."""
+"""As many as a file has context checkpoints at most."""
 
 
 def cut_to(content: Known, n_tokens: int) -> Known:
-    """Return *content* cut to its first *n_tokens*: tokens, cuts and points behind them are dropped."""
+    """Return *content* without the tokens, cuts and points behind its first *n_tokens*."""
     return replace(
         content,
         tokens=content.tokens[:n_tokens],
@@ -387,7 +389,7 @@ def not_to_save(content: Content) -> Content:
 def also_saved(
     content: Content, namespace: Namespace, tokens: TokenIds, points: Collection[int]
 ) -> Content:
-    """Return *content* with those restore points of a new file of *tokens* that lie within it."""
+    """Return *content* with those restore *points* of a new file of *tokens* that lie within *content*."""
     n_common = shared_tokens(content, tokens, namespace)
     saved = {point for point in points if point <= n_common}
     if not isinstance(content, Known) or saved.issubset(content.saved_points):
@@ -396,11 +398,12 @@ def also_saved(
 
 
 def _within(n_tokens: int, n_cut: int) -> int:
+    """Return a cut; 0 if it lies behind the first *n_tokens*."""
     return n_cut if n_cut <= n_tokens else 0
 
 
 def n_believed_points(n_context_checkpoints: int) -> int:
-    """Return how many of the newest points a slot still has for certain if it keeps so many checkpoints."""
+    """Return how many of its newest points a slot has for certain, by llama-server's --ctx-checkpoints."""
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
@@ -428,8 +431,8 @@ def after_evaluation(
     """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the first token that differs from
-    the old content are gone. One is new, shortly before the prompt's end, if it lies *stride_tokens* behind
-    the last. Only the newest *n_believed* are relied on.
+    the old content are gone. A new context checkpoint lies shortly before the prompt's end, if that is
+    *stride_tokens* behind the last one. Only the newest *n_believed* context checkpoints are relied on.
     """
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
@@ -442,8 +445,8 @@ def after_evaluation(
         if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
             n_edit = n_kept
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
-    if stride_tokens > UBATCH_TOKENS < newest - len(old.tokens):
-        newest -= UBATCH_TOKENS  # the last one would be too near to that one
+    if stride_tokens > UBATCH_TOKENS and newest - len(old.tokens) > UBATCH_TOKENS:
+        newest -= UBATCH_TOKENS  # the one near the end would be too near to the one before it
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
@@ -451,9 +454,7 @@ def after_evaluation(
     # Other sessions share an agent's surroundings.
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
-    n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0
-    if isinstance(before, Known):
-        n_points = before.n_points_at_most
+    n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
     return Known(
         tokens=tokens,
         namespace=namespace,
@@ -469,5 +470,5 @@ def after_evaluation(
         conversation=prompt.conversation,
         title=prompt.title,
         origin=Origin(n_restored, origin.ancestors),
-        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
+        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points),
     )

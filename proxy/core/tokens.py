@@ -1,13 +1,13 @@
 """Tokens, blocks and prefix hashes.
 
 Owns: how a token sequence is cut into blocks, hashed and compared. Must never know about slots,
-files or HTTP. A prefix hash only *finds* candidates; whether two prefixes are equal is decided by
-`common_prefix_length`, token by token, because no 128-bit hash is a proof.
+files or HTTP. A prefix hash only *finds* candidates. `common_prefix_length` decides whether two prefixes
+are equal, token by token, because no 128-bit hash is a proof.
 """
 
 from array import array
 from collections.abc import Iterable
-from itertools import chain
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 import xxhash
@@ -24,12 +24,11 @@ Namespace = NewType("Namespace", bytes)
 
 BLOCK_TOKENS = 128
 FIRST_BLOCK_TOKENS = 16
-"""Only full blocks are hashed. The first 128 tokens are eight short blocks, so that titles and short chats
-are found too. A shared prefix of less than 16 tokens is never found."""
+"""Only full blocks are hashed. The first 128 tokens are eight short blocks, so that short prompts are found
+too. A shared prefix of less than 16 tokens is never found."""
 _N_FIRST_BLOCKS = BLOCK_TOKENS // FIRST_BLOCK_TOKENS
-_TOKEN_BYTES = 4
 _STRIDE = 4096
-"""How many tokens are compared at once; where they differ, halves are compared."""
+"""How many tokens are compared at once; the first difference is then found by halving."""
 
 
 def token_ids(values: Iterable[int]) -> TokenIds:
@@ -39,9 +38,7 @@ def token_ids(values: Iterable[int]) -> TokenIds:
 
 def tokens_from_bytes(data: bytes) -> TokenIds:
     """Return the token ids stored as *data*; raises ValueError if its length is not a multiple of 4."""
-    tokens = array("i")
-    tokens.frombytes(data)
-    return tokens
+    return array("i", data)
 
 
 def count_blocks(n_tokens: int) -> int:
@@ -61,23 +58,19 @@ def end_of_block(n_blocks: int) -> int:
 def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     """Return the hash of each prefix of 1, 2, 3, ... full blocks, within *namespace*."""
     running = xxhash.xxh3_128(namespace)
-    data = memoryview(tokens).cast("B")
-    first = range(FIRST_BLOCK_TOKENS, BLOCK_TOKENS, FIRST_BLOCK_TOKENS)
-    hashes, begin = list[PrefixHash](), 0
-    for n_tokens in chain(first, range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)):
-        end = n_tokens * _TOKEN_BYTES
-        if end > len(data):
-            break
+    data, hashes = memoryview(tokens), list[PrefixHash]()
+    short = range(0, min(BLOCK_TOKENS, len(tokens) + 1), FIRST_BLOCK_TOKENS)
+    long = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+    for begin, end in pairwise((*short, *long)):
         running.update(data[begin:end])
         hashes.append(PrefixHash(running.digest()))
-        begin = end
     return hashes
 
 
 def hash_whole(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> PrefixHash:
     """Return the hash of the first *n_tokens*, wherever a block ends; no hash of blocks equals it."""
     whole = xxhash.xxh3_128(namespace + n_tokens.to_bytes(4))
-    whole.update(memoryview(tokens).cast("B")[: n_tokens * _TOKEN_BYTES])
+    whole.update(memoryview(tokens)[:n_tokens])
     return PrefixHash(whole.digest())
 
 

@@ -1,4 +1,4 @@
-"""Where a new prompt first differs from a known one, and which change by client or chat template that is.
+"""Where a new prompt first differs from a known one, and which change by client or template caused that.
 
 Prompts are compared twice. Their sketches (digests of tools and messages) tell which message differs. Their
 texts, where they are kept, tell which words differ. States are not looked at here.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -86,6 +86,10 @@ class Divergence(msgspec.Struct, frozen=True):
     now: str = ""
 
 
+Change: TypeAlias = tuple[Cause, Divergence]
+"""Why and where a prompt differs from a known one."""
+
+
 class _Pair:
     """A new and a known chat prompt, whether they are of one conversation, and where they differ first.
 
@@ -119,9 +123,7 @@ class _Pair:
         return self.at is not None and is_such(self.new.text, self.old.text, self.at)
 
 
-def find_change(
-    new: Rendering, old: Rendering, *, is_same_conversation: bool
-) -> tuple[Cause, Divergence]:
+def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> Change:
     """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if new.sketch.messages:
@@ -252,7 +254,7 @@ class _TextBlock(NamedTuple):
     def holds(self, text: str, at: int) -> bool:
         """Return whether a block that was opened before *at* is still open there."""
         opened = max(text.rfind(tag, 0, at) for tag in self.opens)
-        return opened >= 0 and opened > max(text.rfind(tag, 0, at) for tag in self.closes)
+        return opened > max(text.rfind(tag, 0, at) for tag in self.closes)
 
     def is_at(self, text: str, at: int) -> bool:
         """Return whether *at* lies in a block, in its opening tag, or in white space before the tag."""
@@ -269,6 +271,7 @@ _ENVIRONMENT = _TextBlock(
     ("</env", "\n# "),
 )
 _REMINDER = _TextBlock(("<system-reminder>",), ("</system-reminder>",))
+_ENDED_REMINDER = re.compile(r"(?s)<system-reminder>.*?</system-reminder>\s*")
 _REASONING = _TextBlock(
     ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>"),
     ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>"),
@@ -303,10 +306,8 @@ is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, _ID)
 
 def is_environment(new: str, old: str, at: int) -> bool:
     """Return whether the texts differ in the block about the folder, the platform or git."""
-    return any(
-        _ENVIRONMENT.holds(text, at) or _ENVIRONMENT_LINE.match(_line(text, at)) is not None
-        for text in (new, old)
-    )
+    is_inside = _ENVIRONMENT.holds(new, at) or _ENVIRONMENT.holds(old, at)
+    return is_inside or any(_ENVIRONMENT_LINE.match(_line(text, at)) for text in (new, old))
 
 
 def is_reminder(new: str, old: str, at: int) -> bool:
@@ -316,15 +317,8 @@ def is_reminder(new: str, old: str, at: int) -> bool:
 
 def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
     """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders."""
-    now = _without_reminders(new[begin:end]).rstrip()
-    return bool(now) and _without_reminders(old[begin:]).startswith(now)
-
-
-def _without_reminders(text: str) -> str:
-    """Return a text without reminders and the space behind them; a reminder without an end stays."""
-    (opens,), (closes,) = _REMINDER
-    *ended, rest = (part.lstrip() for part in text.split(closes))
-    return "".join([*(part.partition(opens)[0] for part in ended), rest])
+    now, before = (_ENDED_REMINDER.sub("", text).strip() for text in (new[begin:end], old[begin:]))
+    return bool(now) and before.startswith(now)
 
 
 def is_reasoning_dropped(new: str, old: str, at: int) -> bool:

@@ -1,6 +1,6 @@
 """What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -9,8 +9,9 @@ from proxy.core.model import Outcome, Rule, RuleKind
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Divergence
-from proxy.explain.known import SLACK_TOKENS, Loss
+from proxy.explain.compare import Change, Divergence, find_change
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, Loss, Match
+from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
 
@@ -57,15 +58,17 @@ class Account:
         self.plan, self.n_reused = plan, None
 
     @property
+    def _is_restored(self) -> bool:
+        return self.plan.start.restored is not None and not self.is_degraded
+
+    @property
+    def _reuses_less(self) -> bool:
+        return self.n_reused is not None and self.n_reused < self.plan.start.n_reused
+
+    @property
     def is_ineffective_restore(self) -> bool:
         """Whether a restore that answered 200 was not reused as planned."""
-        start = self.plan.start
-        return (
-            start.restored is not None
-            and not self.is_degraded
-            and self.n_reused is not None
-            and self.n_reused < start.n_reused
-        )
+        return self._is_restored and self._reuses_less
 
     @property
     def is_drift(self) -> bool:
@@ -76,10 +79,7 @@ class Account:
     @property
     def is_short(self) -> bool:
         """Whether a live slot gave less than it was believed to hold."""
-        start = self.plan.start
-        return (
-            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
-        )
+        return self.plan.start.restored is None and self._reuses_less
 
     @property
     def outcome(self) -> Outcome:
@@ -87,13 +87,12 @@ class Account:
             return Outcome.DEGRADED
         if not self.n_reused:
             return Outcome.MISS
-        return Outcome.PARTIAL if self.n_reused < self.plan.start.n_reused else Outcome.HIT
+        return Outcome.PARTIAL if self._reuses_less else Outcome.HIT
 
     @property
     def n_restored(self) -> int:
         """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        is_restored = self.plan.start.restored is not None and not self.is_degraded
-        return (self.n_reused or 0) if is_restored else 0
+        return (self.n_reused or 0) if self._is_restored else 0
 
     def describe(self) -> dict[str, Any]:
         """Return the plan, the reason for it and its result, as fields of a RequestRecord."""
@@ -166,9 +165,7 @@ def may_be_missed(served: Account, past: Past) -> bool:
     return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
 
 
-def judge(
-    served: Account, rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
-) -> Judgement:
+def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Judgement:
     """Return why *served* reused no more; *change* is why and where its prompt left an earlier prompt.
 
     There are four kinds of causes, considered in this order: 1. a failure; 2. a lost state, which no slot
@@ -192,6 +189,59 @@ def judge(
         return Judgement(_why_unused(plan, rule, n_reused), n_unused)
     is_new = cause is Cause.FIRST_SIGHT or not n_reused
     return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
+
+
+def judge_prompt(
+    new: KnownPrompt, nearest: Match | None, compared: Match | None, served: Account, rule: Rule
+) -> Judgement:
+    """Return why *served*, the request of a *new* prompt, reused no more.
+
+    The *nearest* known prompt shares the most tokens; the *compared* one is mostly of its conversation.
+    """
+    n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
+    past, change = Past(0, n_like), None
+    if nearest is not None:
+        is_of_other = nearest.known.slot[0] != new.slot[0]
+        past = Past(nearest.n_common, n_like, is_of_other, nearest.known.loss)
+    if compared is not None and served.failure is None and may_be_missed(served, past):
+        change = _change(new, compared)
+        is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
+        if change and is_in_newest and change[0] is not Cause.SESSION:
+            # All behind a change in the newest message is new, unless a client put an id in front.
+            past = replace(past, n_like=compared.n_common)
+    return msgspec.structs.replace(
+        judge(served, rule, past, change),
+        divergence=change[1] if change and change[1].part is not PromptPart.NOWHERE else None,
+        is_same_conversation=compared is not None and compared.is_same_conversation,
+    )
+
+
+def _change(new: KnownPrompt, compared: Match) -> Change | None:
+    """Return why and where a prompt differs from a known one; None if one begins with the other."""
+    known = compared.known
+    n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS
+    is_bare = not new.sketch.messages
+    if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
+        return None
+    is_same = compared.is_same_conversation
+    return find_change(new.rendering, known.rendering, is_same_conversation=is_same)
+
+
+def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:
+    """Return what people read of the *compared* prompt, or of a state that shares more: *n_shared* tokens.
+
+    The request was planned at *planned_at*, by the monotonic clock.
+    """
+    if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
+        return Nearest(kind="state", n_common=n_shared) if n_shared else None
+    known = compared.known
+    return Nearest(
+        kind="request",
+        n_common=compared.n_common,
+        id=known.ids[-1],
+        n_tokens=len(known.tokens),
+        age_seconds=round(planned_at - known.ended_at, 3),
+    )
 
 
 def _n_known(served: Account, past: Past) -> int:

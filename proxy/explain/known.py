@@ -7,12 +7,9 @@ is kept.
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
 
-from proxy.core.messages import SYSTEM_ROLES, list_of
-from proxy.core.model import DIGEST_BYTES, Conversation
+from proxy.core.messages import list_of
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
@@ -135,8 +132,8 @@ class KnownPrompts:
         1. The prompt continues the last prompt of its conversation, which is both.
         2. The nearest prompt is of the same conversation, too: it is the one to compare.
         3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
-           If the nearest prompt ended later and has the same first message, it began this conversation
-           anew, and is compared instead.
+           If the nearest prompt ended later, shares more and has the same first message, it began this
+           conversation anew, and is compared instead.
         4. No request of the conversation had ended: the nearest prompt is compared.
         """
         for known in self._keyless:  # the oldest first
@@ -153,15 +150,14 @@ class KnownPrompts:
         nearest = _nearest(new, newest)
         if nearest is None:
             return None, last
-        is_same = key in nearest.known.keys
+        is_same = key in nearest.known.keys or (
+            last is not None
+            and nearest.known.ended_at > last.known.ended_at
+            and nearest.n_common > last.n_common
+            and have_same_first_message(new.sketch, nearest.known.sketch)
+        )
         if last is not None and not is_same:
-            is_same = (
-                nearest.known.ended_at > last.known.ended_at
-                and nearest.n_common > last.n_common
-                and have_same_first_message(new.sketch, nearest.known.sketch)
-            )
-            if not is_same:
-                return nearest, last
+            return nearest, last
         is_same = is_same or begin_alike(new.sketch, nearest.known.sketch)
         return nearest, replace(nearest, is_same_conversation=is_same)
 
@@ -215,104 +211,3 @@ def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
                     break
                 next_token = tokens[n_common]
     return None if nearest is None else Match(nearest, n_common)
-
-
-# The kind of each request, by the messages of earlier requests. Clients ask for titles and summaries unseen
-# by their users, and shorten conversations: such a request may look like a miss.
-
-
-class Kind(StrEnum):
-    """The role of a request in its conversation; empty if no messages of the request were read."""
-
-    NONE = ""
-    FIRST = "first"
-    USER_TURN = "user turn"
-    TOOL_TURN = "tool round trip"
-    REWRITE = "rewritten history"
-    COMPACTION = "compaction"
-    SIDE = "side call"
-    RETRY = "retry"
-    AHEAD = "evaluated ahead"
-
-
-_MIN_QUOTED = 12
-"""Fewer characters may stand in two conversations by chance."""
-
-
-class Chat(NamedTuple):
-    """The features of a chat request that tell its kind.
-
-    `asker` are its client's key and session. `header` has the digests of everything before the first
-    message that is not a system message, `own` those of the messages from there on, with the `roles`.
-    `words` are the user's first words. `quotes` is all the text of a request without tools. Both are empty
-    if text is not kept.
-    """
-
-    asker: tuple[bytes, str]
-    header: bytes
-    own: bytes
-    roles: tuple[str, ...]
-    has_tools: bool = False
-    kind: Kind = Kind.FIRST
-    words: str = ""
-    quotes: str = ""
-
-
-def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
-    roles, parts = conversation.roles, conversation.digests
-    n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
-    n_header = (1 + n_system) * DIGEST_BYTES
-    return Chat(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
-
-
-def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
-    """Return the kind of a request, given *earlier* requests, the newest first.
-
-    1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
-    2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
-       the conversation under another header.
-    3. It shares the session or later messages of an earlier request, or quotes its first words: the
-       conversation was compacted, or the request is a side call.
-    """
-    others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
-    n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
-    for old in others:
-        if not old.own.startswith(first):
-            continue
-        if (n_same := common_prefix_length(new.own, old.own) // DIGEST_BYTES) > n_common:
-            n_common, nearest = n_same, old
-    if nearest is not None and n_common == len(nearest.roles):
-        return _going_on(new, nearest)
-    if nearest is not None:
-        return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE
-    starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
-    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
-        return Kind.COMPACTION
-    session = [old for old in others if old.asker == new.asker and new.asker[1]]
-    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
-        session = [
-            old for old in others if len(old.words) >= _MIN_QUOTED and old.words in new.quotes
-        ]
-    alike = next((old for old in session if old.header == new.header), None)
-    if alike is None:
-        return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST
-    if alike.kind is Kind.SIDE:
-        return Kind.SIDE
-    is_shorter = len(alike.roles) >= 3 and 2 * len(new.roles) <= len(alike.roles)
-    return Kind.COMPACTION if is_shorter else Kind.FIRST
-
-
-def _is_aside(new: Chat, old: Chat) -> bool:
-    """Return whether a request has another header and lacks the tools of the other request."""
-    return new.header != old.header and old.has_tools and not new.has_tools
-
-
-def _going_on(new: Chat, old: Chat) -> Kind:
-    added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
-    if len(old.roles) == 1 and _is_aside(new, old):
-        return Kind.SIDE
-    if not added and len(old.roles) == 1 and new.header != old.header:
-        return Kind.FIRST  # the same words begin another conversation
-    if not added or added[-1] == "assistant":
-        return Kind.RETRY
-    return Kind.TOOL_TURN if added[-1] == "tool" else Kind.USER_TURN

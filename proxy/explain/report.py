@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date, datetime
 from functools import partial
 from itertools import chain, islice
@@ -20,24 +20,15 @@ import msgspec
 import xxhash
 from cachetools import FIFOCache
 
-from proxy.core.messages import Route
-from proxy.core.model import BYTES_PER_TOKEN, Outcome, Prompt, Title
+from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
+from proxy.core.model import Outcome, Prompt, Title
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
-from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Divergence, Rendering, find_change
-from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, Past, judge, may_be_missed
-from proxy.explain.known import (
-    SLACK_TOKENS,
-    Chat,
-    Kind,
-    KnownPrompt,
-    KnownPrompts,
-    Match,
-    chat_asked,
-    kind_of,
-)
+from proxy.explain.causes import Cause
+from proxy.explain.compare import Rendering
+from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, judge_prompt, nearest_of
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
 from proxy.llama.answers import Diagnose
 from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -112,13 +103,11 @@ class Journal:
 
         Misses are kept longer than other requests.
         """
-        is_same = judgement.is_same_conversation
+        cause, is_same = record.cause, judgement.is_same_conversation
         self._ended[record.id] = views.Explanation(
             request=record,
-            says=record.cause.says,
-            cure=record.cause.cure_for(
-                record.part, self._switched_on, is_same_conversation=is_same
-            ),
+            says=cause.says,
+            cure=cause.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
             nearest=judgement.nearest,
             divergence=judgement.divergence,
         )
@@ -240,7 +229,6 @@ _Found = tuple[Judgement, KnownPrompt, tuple[Match | None, Match | None]]
 """The judgement on a request, its prompt to be kept, and two known prompts: the nearest, the compared."""
 
 
-@dataclass
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
@@ -248,14 +236,11 @@ class Inquiry:
     not be reused. A request that continues in the slot of its conversation is not compared.
     """
 
-    _process: "Process"
-    _prompt: Prompt
-    _body: GenerationBody
-    _found: tuple[object, _Found] | None = None
-
-    def __post_init__(self) -> None:
-        self._journal, self._planned_at = self._process.journal, time.monotonic()
+    def __init__(self, process: "Process", prompt: Prompt, body: GenerationBody) -> None:
+        self._process, self._prompt, self._body = process, prompt, body
+        self._journal, self._planned_at = process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
+        self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
         """Return the judgement on a request of which only the plan is known."""
@@ -272,7 +257,7 @@ class Inquiry:
             if self._journal.keep != "text":
                 new.rendering.reduce()
             self._journal.prompts.add(new, matches)
-        nearest = self._nearest(matches[1], account.plan.n_shared)
+        nearest = nearest_of(matches[1], account.plan.n_shared, self._planned_at)
         # A stored state has no text: where the prompt leaves another prompt says nothing of it.
         where = judgement.divergence if nearest and nearest.id else None
         return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)
@@ -285,6 +270,7 @@ class Inquiry:
         return self._found[1]
 
     def _look(self, account: Account, request_id: str) -> _Found:
+        """Compare the prompt; not if it continues the last prompt of its slot and reuses all of that."""
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep == "text"
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
@@ -295,31 +281,9 @@ class Inquiry:
         if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
-        nearest, compared = known.matches(new, self._known, self._planned_at)
-        return self._compare(new, nearest, compared, account), new, (nearest, compared)
-
-    def _compare(
-        self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: Account
-    ) -> Judgement:
-        """Return why no more was reused, given the nearest known prompt and the one to compare with."""
-        n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
-        past, change = Past(0, n_like), None
-        if nearest is not None:
-            is_of_other = nearest.known.slot[0] != self._process.id
-            past = Past(nearest.n_common, n_like, is_of_other, nearest.known.loss)
-        if compared is not None and account.failure is None and may_be_missed(account, past):
-            change = _change(new, compared)
-            is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
-            if change and is_in_newest and change[0] is not Cause.SESSION:
-                # All behind a change in the newest message is new, unless a client put an id in front.
-                past = replace(past, n_like=compared.n_common)
-        judgement = judge(account, self._process.rule, past, change)
-        divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
-        return msgspec.structs.replace(
-            self._beside_others(judgement, account),
-            divergence=divergence,
-            is_same_conversation=compared is not None and compared.is_same_conversation,
-        )
+        matches = known.matches(new, self._known, self._planned_at)
+        judgement = judge_prompt(new, *matches, account, self._process.rule)
+        return self._beside_others(judgement, account), new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
         """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more."""
@@ -328,31 +292,9 @@ class Inquiry:
         if is_explained or self._process.opened_store is None or not self._process.can_cache:
             return judgement
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
-        return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
-
-    def _nearest(self, compared: Match | None, n_shared: int) -> views.Nearest | None:
-        if compared is None or compared.n_common + SLACK_TOKENS < n_shared:
-            return views.Nearest(kind="state", n_common=n_shared) if n_shared else None
-        known = compared.known
-        return views.Nearest(
-            kind="request",
-            n_common=compared.n_common,
-            id=known.ids[-1],
-            n_tokens=len(known.tokens),
-            age_seconds=round(self._planned_at - known.ended_at, 3),
-        )
-
-
-def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | None:
-    """Return why and where a prompt differs from a known one; None if one begins with the other."""
-    known = compared.known
-    n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS
-    is_bare = not new.sketch.messages
-    if compared.n_common >= n_ends and (is_bare or sketch.goes_on(new.sketch, known.sketch)):
-        return None
-    return find_change(
-        new.rendering, known.rendering, is_same_conversation=compared.is_same_conversation
-    )
+        if n_missed <= SLACK_TOKENS:
+            return judgement
+        return msgspec.structs.replace(judgement, cause=Cause.OTHER_KEY, n_missed=n_missed)
 
 
 class Report:
@@ -443,7 +385,7 @@ class Report:
             shared=_from_shared_store(request),
             **(account.describe() if account else {"why": request.why}),
         )
-        self._log.info("request", **_line(record), says=views.in_words(record))
+        self._log.info("request", **views.line_of(record), says=views.in_words(record))
         self._journal.add(record, judgement)
 
     def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
@@ -468,7 +410,7 @@ class Report:
         )
         self._metrics.prompt_tokens.labels("evaluated").inc(n_evaluated)
         self._metrics.evaluation_seconds.inc(seconds)
-        self._log.info("request", **_line(record), says=views.in_words(record))
+        self._log.info("request", **views.line_of(record), says=views.in_words(record))
         self._journal.add(record)
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
@@ -478,7 +420,8 @@ class Report:
         record = self._record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         says = f"{views.api_name(record.path)}  not answered: {why}  id {record.id}"
-        write("request", **_line(record), reason=str(error) or type(error).__name__, says=says)
+        reason = str(error) or type(error).__name__
+        write("request", **views.line_of(record), reason=reason, says=says)
         self._journal.add(record)
 
     def _record(
@@ -527,18 +470,6 @@ def _from_shared_store(request: "Request") -> str | None:
     restored = request.account and request.account.plan.start.restored
     is_earlier = restored and restored.checkpoint.is_fetched
     return request.shared or ("fetched for an earlier request" if is_earlier else None)
-
-
-def _line(record: views.RequestRecord) -> dict[str, object]:
-    """Return the fields of the log line: whatever is known, as plain values."""
-    # No text of a prompt is in the log.
-    unsaid = {"at": record.at, "title": record.title, "n_missed": 0}
-    unsaid |= {"cause": Cause.NOT_LOOKED_UP, "part": PromptPart.NOWHERE}
-    return {
-        name: value
-        for name, value in msgspec.to_builtins(record).items()
-        if value not in (None, "", unsaid.get(name)) or name in ("confirmed", "evaluated")
-    }
 
 
 _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (

@@ -46,6 +46,16 @@ class Sketch:
     def n_leading_system(self) -> int:
         return len(self.roles) - len(self.roles.lstrip("s"))
 
+    @property
+    def header(self) -> Digests:
+        """The digests of the leading system messages."""
+        return self.messages[: self.n_leading_system]
+
+    @property
+    def own(self) -> Digests:
+        """The digests of the messages behind the leading system messages."""
+        return self.messages[self.n_leading_system :]
+
     def part(self, message: int) -> PromptPart:
         """Return the part of the prompt that a message belongs to."""
         return _PARTS.get(self.roles[message].lower(), PromptPart.USER)
@@ -68,16 +78,14 @@ def begin_alike(new: Sketch, old: Sketch) -> bool:
 
     A request for a title repeats the first message of its conversation, but under another header.
     """
-    first, before = new.n_leading_system, old.n_leading_system
     has_same_tools = len(new.tools) > 0 and new.tools == old.tools
-    has_same_header = first > 0 and new.messages[:first] == old.messages[:before]
+    has_same_header = len(new.header) > 0 and new.header == old.header
     return have_same_first_message(new, old) and (has_same_tools or has_same_header)
 
 
 def have_same_first_message(new: Sketch, old: Sketch) -> bool:
     """Return whether the same message follows the leading system messages in both."""
-    first, before = new.n_leading_system, old.n_leading_system
-    return new.messages[first : first + 1] == old.messages[before : before + 1]
+    return new.own[:1] == old.own[:1]
 
 
 def goes_on(new: Sketch, old: Sketch) -> bool:
@@ -285,20 +293,18 @@ def changes(new: Named, old: Named) -> Iterator[str]:
         return
     if now.tools != before.tools:
         yield "tools"
-    begin, began = now.n_leading_system, before.n_leading_system
-    if now.messages[:begin] != before.messages[:began]:
+    if now.header != before.header:
         yield "system"
-    if any(map(int.__ne__, now.messages[begin:], before.messages[began:])):
+    if any(map(int.__ne__, now.own, before.own)):
         yield "compacted" if is_compacted(now, before) else "messages"
 
 
 def is_compacted(new: Sketch, old: Sketch) -> bool:
     """Return whether a conversation was shortened: its first messages are gone or summarized."""
-    begin, began = new.n_leading_system, old.n_leading_system
-    n_new, n_old = len(new.messages) - begin, len(old.messages) - began
     if have_same_first_message(new, old):
         return False
-    return is_truncated(new, old, begin) or (n_old >= 3 and 2 * n_new <= n_old)
+    is_much_shorter = len(old.own) >= 3 and 2 * len(new.own) <= len(old.own)
+    return is_much_shorter or is_truncated(new, old, new.n_leading_system)
 
 
 def anthropic_diagnostics(compared: Compared | None) -> dict[str, Any] | None:

@@ -15,12 +15,12 @@ from typing import Literal
 
 import msgspec
 
+from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.known import Kind
 from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions
@@ -45,11 +45,11 @@ def path_to(node_id: str) -> list[str]:
 class ListedNode(msgspec.Struct, kw_only=True):
     """A node above the checkpoints; its counts are over all checkpoints under it.
 
-    `title` and `client` are those of the newest of them; empty where they are not known, or for several
-    sessions. `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0.
-    `seconds` is what evaluating a header takes, and a session behind its header; null while no speed was
-    measured. `is_served` says whether the model that llama-server serves now can use them; `model` is the
-    name of their model. Both are null if not known.
+    `title` and `client` are those of the newest checkpoint; empty where they are not known, or for several
+    sessions. `n_tokens` is the length of a header, or of a session's longest checkpoint; else 0. `seconds`
+    is how long evaluating a header takes, or a session behind its header; null while no speed was measured.
+    `is_served` says whether llama-server now serves the model of the checkpoints, `model` is that model's
+    name. Both are null if not known.
     """
 
     id: str
@@ -101,10 +101,8 @@ class Outline:
 
         *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
         """
-        largest = sorted(
-            self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes)
-        )
-        return [self._described(node, names, rates_by) for node in largest[:n_at_most]]
+        nodes = sorted(self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes))
+        return [self._described(node, names, rates_by) for node in nodes[:n_at_most]]
 
     def _described(
         self, node: ListedNode, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
@@ -427,6 +425,17 @@ def in_words(record: RequestRecord) -> str:
         part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
         where += f"  miss: {record.cause.value}{part} (explain {record.id})"
     return ", ".join(facts) + where
+
+
+def line_of(record: RequestRecord) -> dict[str, object]:
+    """Return the fields of the log line: all known facts as plain values, and no text of a prompt."""
+    unsaid = {"at": record.at, "title": record.title, "n_missed": 0}
+    unsaid |= {"cause": Cause.NOT_LOOKED_UP, "part": PromptPart.NOWHERE}
+    return {
+        name: value
+        for name, value in msgspec.to_builtins(record).items()
+        if value not in (None, "", unsaid.get(name)) or name in ("confirmed", "evaluated")
+    }
 
 
 def api_name(path: str) -> str:

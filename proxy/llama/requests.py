@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from proxy.core.messages import (
+    Conversation,
     Route,
     UnknownShape,
     list_of,
@@ -22,7 +23,7 @@ from proxy.core.messages import (
     object_in,
     text_of,
 )
-from proxy.core.model import Conversation, SlotId
+from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.cuts import Stop
+from proxy.core.messages import Kind
 from proxy.core.model import Cuts, Prompt, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
-from proxy.explain.known import Kind
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
 from proxy.serving.process import RATES, SIZES, Process

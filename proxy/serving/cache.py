@@ -5,8 +5,8 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-from proxy.core.messages import Route
-from proxy.core.model import BYTES_PER_TOKEN, Prompt
+from proxy.core.messages import BYTES_PER_TOKEN, Route
+from proxy.core.model import Prompt
 from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused

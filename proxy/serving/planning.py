@@ -6,20 +6,12 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import SLACK_TOKENS, Stop
-from proxy.core.model import (
-    BYTES_PER_TOKEN,
-    Candidate,
-    CheckpointKind,
-    ExpectedState,
-    Prompt,
-    RuleKind,
-    SlotId,
-)
+from proxy.core.messages import BYTES_PER_TOKEN, Kind
+from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
 from proxy.core.slots import Content, Known, SlotPhase, not_to_save
-from proxy.explain.known import Kind
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 

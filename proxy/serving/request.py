@@ -9,14 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
+from proxy.core.messages import Conversation, Kind, Route
+from proxy.core.model import Outcome, Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account
-from proxy.explain.known import Kind
 from proxy.explain.sketch import words_of
 from proxy.llama.answers import CallMade
 from proxy.llama.client import LlamaServer, Timings

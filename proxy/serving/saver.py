@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
+from proxy.core.messages import count_messages
 from proxy.core.model import (
     UNTITLED,
     Candidate,
@@ -22,7 +23,6 @@ from proxy.core.model import (
     FilePart,
     RuleKind,
     SlotId,
-    count_messages,
 )
 from proxy.core.plan import most_useful
 from proxy.core.saving import (

@@ -59,10 +59,9 @@ def drop_cache_control(draft: Draft, message: Json) -> list[Json]:
 
 def drop_cache_control_of_request(draft: Draft) -> None:
     """Remove the marks from the request, except from its messages."""
-    body: Json = _unmarked(draft.body)
+    draft.body = _unmarked(draft.body)
     for name in ("system", "tools"):
-        body = with_items(body, name, _unmarked)
-    draft.body = body
+        draft.body = with_items(draft.body, name, _unmarked)
 
 
 def _unmarked(part: Any) -> Any:
@@ -296,6 +295,7 @@ def inline_reasoning(draft: Draft) -> None:
 
 
 def _inlined(given: Json, route: Route, marks: Marks) -> Json:
+    """Return an answer with its reasoning in its text; the same object if there is none to move."""
     message = _as_chat(given) if route is Route.MESSAGES else given
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or reasoning == _NO_REASONING:

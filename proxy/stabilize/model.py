@@ -299,8 +299,7 @@ class Draft:
             self.body = _with_texts(self.body, self.system_field, rewrite)
         leading = self.messages[: n_leading_system(self.messages)]
         rewritten = [_with_texts(message, "content", rewrite) for message in leading]
-        if not all(map(operator.is_, rewritten, leading)):
-            self.messages = rewritten + self.messages[len(leading) :]
+        self.messages = rewritten + self.messages[len(leading) :]
 
     def rewrite_first_users(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of the user messages before the first answer."""
@@ -323,20 +322,15 @@ class Draft:
         self.rewrite_system(note)
         return "\n".join(texts)
 
-    # The conversation of a request. It is identified by the system prompt without changing parts (dates,
-    # names of sessions, counts), and by the first user text without reminders and dates. The client's own
-    # name for the session distinguishes conversations that begin alike. The key is made when a stabilizer
-    # first asks for it, so that it does not depend on the changes of later stabilizers.
+    # A conversation is identified by its system prompt without changing parts (dates, names of sessions,
+    # counts), and by its first user text without reminders and dates. The client's own name for the session
+    # distinguishes conversations that begin alike. The key is made when a stabilizer first needs the key,
+    # so that the changes of later stabilizers make no difference.
 
     @cached_property
     def _conversation(self) -> str:
         given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
         return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
-
-    @cached_property
-    def begins(self) -> bool:
-        """Whether this is the first request of its conversation, so that it has no answer yet."""
-        return self._n_first == len(self.messages)
 
     @property
     def _n_first(self) -> int:
@@ -349,8 +343,8 @@ class Draft:
         return key_of(kind, self._conversation, *parts)
 
     def recall(self, key: str) -> Any:
-        """Return the value of a key, None if there is none or if the conversation begins."""
-        return None if self.begins else self.memory.get(key)
+        """Return the value of a key; None if there is none, or no answer in the conversation yet."""
+        return self.memory.get(key) if self._n_first < len(self.messages) else None
 
     def _first_user_text(self) -> str:
         content = self.body.get(self.list_name)
@@ -377,6 +371,7 @@ def _objects(value: Any, name: str) -> list[Json]:
 
 
 def _with_texts(holder: Json, key: str, rewrite: Callable[[str], str]) -> Json:
+    """Return an object with its text, or each text of a list, rewritten; the same object if none did."""
     content = holder.get(key)
     if isinstance(content, str):
         text = rewrite(content)

@@ -26,12 +26,10 @@ from proxy.stabilize.model import (
     why_failed,
 )
 
-# The key of a conversation depends on the changes of the stabilizers before the sticky ones, and must not
-# depend on those of the others. Reasoning comes last because its messages no longer have the Anthropic
-# form.
-OfMessage = Callable[[Draft, Json], list[Json]]
-OfRequest = Callable[[Draft], None]
-OF_MESSAGES: dict[Name, OfMessage] = {
+# The sticky stabilizers need the key of a conversation. So the key depends on the changes of stabilizers
+# before them, and must not depend on the changes of later ones. `inline_reasoning` comes last, because the
+# messages that it has changed no longer have the Anthropic form.
+OF_MESSAGES: dict[Name, Callable[[Draft, Json], list[Json]]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control,
     Name.TOOL_REFERENCE_TEXT: drops.tool_reference_text,
     Name.GLUE_TEXT_TO_RESULTS: drops.glue_text_to_results,
@@ -39,7 +37,7 @@ OF_MESSAGES: dict[Name, OfMessage] = {
     Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
 }
 """The stabilizers that are applied first, to each message by itself, in this order."""
-OF_REQUESTS: dict[Name, OfRequest] = {
+OF_REQUESTS: dict[Name, Callable[[Draft], None]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,
     Name.HOIST_SYSTEM_MESSAGE: drops.hoist_system_message,
@@ -131,19 +129,15 @@ def stabilize(
         if change := _change_of(messages[index], draft, names, result):
             changes[index] = change
     if changes:
-        kept = ([message] for message in messages)
-        made = (changes[i][0] if i in changes else same for i, same in enumerate(kept))
+        made = (changes[i][0] if i in changes else [same] for i, same in enumerate(messages))
         draft.messages = [message for group in made for message in group]
     changed_by = {name for change in changes.values() for name in change[1]}
-    beginning: tuple[RequestFacts, Json] | None
     beginning = facts, {key: body[key] for key in body if key != draft.list_name}
     only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
     of_requests = [name for name in OF_REQUESTS if name in names]
     if only_adds and beginning == seen.beginning:
         of_requests = [name for name in of_requests if name not in _OF_BEGINNINGS]
     changed_of_requests = _change_request(draft, of_requests, result)
-    if not changed_of_requests.isdisjoint(_OF_BEGINNINGS):
-        beginning = None
     changed_by |= changed_of_requests
     # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
     # sticky_session leaves the name of the session out of that description again.
@@ -152,7 +146,8 @@ def stabilize(
     result.body, result.lessons = draft.body, draft.lessons
     result.changed_by = tuple(name for name in names if name in changed_by)
     if not result.failures:
-        result.seen = Seen(messages, changes, beginning)
+        is_clean = changed_of_requests.isdisjoint(_OF_BEGINNINGS)
+        result.seen = Seen(messages, changes, beginning if is_clean else None)
     return result
 
 

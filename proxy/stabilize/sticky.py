@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
+from msgspec.json import encode
 
 from proxy.core.messages import (
     Route,
@@ -62,6 +62,7 @@ class _Changing(NamedTuple):
     """Whether conversations share places. If the words of two conversations differ, later ones show only
     the text around the words, because the model might use the words of another session by mistake."""
     is_told: bool = True
+    """Whether the newest user message tells the model the present words."""
 
 
 _DATES = _Changing("date", DATE, lambda found: found["words"])
@@ -103,8 +104,11 @@ class _Holding:
         self._draft = draft
         self._kind = kind
         self._key = draft.key(f"held {kind.name}")
-        self._held = draft.recall(self._key) or {}
-        """As decoded: the `first` words of each place, and what the model was `told` since."""
+        held = draft.recall(self._key) or {"first": {}, "told": []}
+        self._held_first: dict[str, str] = held["first"]
+        """The first words of each place."""
+        self._held_told: list[_Told] = held["told"]
+        """What the model was told since."""
         self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
         newest = draft.messages[-1]
         self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
@@ -120,7 +124,10 @@ class _Holding:
             draft.rewrite_first_users(self._rewrite_user)
         draft.body = with_list(draft.body, "tools", [self._rewrite_tool(t) for t in draft.tools])
         for index, text, _ in (told := self._told()):
-            _tell(draft, index, text)
+            messages = draft.messages
+            if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
+                behind = followed_by(draft.route, messages[index], text)
+                draft.messages = [*messages[:index], *behind, *messages[index + 1 :]]
         if self._first:
             draft.lessons[self._key] = {"first": self._first, "told": told}
 
@@ -138,7 +145,7 @@ class _Holding:
         if not isinstance(text, str):
             return tool
         rest = {**tool, **described, "description": "", "function": None}
-        kept = self._rewrite(msgspec.json.encode(rest).decode(), text)
+        kept = self._rewrite(encode(rest).decode(), text)
         if kept == text:
             return tool
         changed = {**described, "description": kept}
@@ -150,7 +157,7 @@ class _Holding:
         place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
-        first = self._held.get("first", {}).get(place)
+        first = self._held_first.get(place)
         if first is None and self._kind.is_shared:
             shared = self._draft.memory.get(place)
             if shared not in (None, words) and not self._can_tell:
@@ -164,7 +171,7 @@ class _Holding:
     def _told(self) -> list[_Told]:
         """Return what the model was told in this conversation, and is told now."""
         messages, now = self._draft.messages, self._now
-        told = [one for one in self._held.get("told", ()) if one[0] < len(messages) - 1]
+        told = [one for one in self._held_told if one[0] < len(messages) - 1]
         before = told[-1][2] if told else {}
         changed = [words for place, words in now.items() if before.get(place) != words]
         changed += [self._first[p] for p in before if p in self._first and p not in now]
@@ -172,14 +179,6 @@ class _Holding:
         if changed and self._can_tell and self._kind.is_told and not is_said:
             told.append((len(messages) - 1, as_reminder("\n".join((self._opening, *changed))), now))
         return told
-
-
-def _tell(draft: Draft, index: int, text: str) -> None:
-    """Put a text behind a message of the user, once."""
-    messages = draft.messages
-    if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
-        told = followed_by(draft.route, messages[index], text)
-        draft.messages = [*messages[:index], *told, *messages[index + 1 :]]
 
 
 def sticky_reminders(draft: Draft) -> None:
@@ -197,9 +196,8 @@ def sticky_reminders(draft: Draft) -> None:
         if first is not None and first != messages[i]["content"] and not is_newest:
             messages[i] = {**messages[i], "content": first}
         # The newest message may have lost its reminder, if it was asked again in another mode.
-        if has_reminder(plain_text(messages[i]["content"]) or "") or (
-            is_newest and first is not None
-        ):
+        is_reminding = has_reminder(plain_text(messages[i]["content"]) or "")
+        if is_reminding or (is_newest and first is not None):
             draft.lessons[key] = messages[i]["content"]
     draft.messages = messages
 
@@ -294,7 +292,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
     if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
         draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # later requests need it too
     if key == "input" and isinstance(arguments, dict):
-        chosen = choose_call(made, name, _encode(arguments).decode())
+        chosen = choose_call(made, name, encode(arguments).decode())
     elif key == "arguments" and isinstance(arguments, str):
         chosen = choose_call(made, name, arguments)
     else:
@@ -303,7 +301,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
         return holder
     written = object_in(chosen[1]) if key == "input" else chosen[1]
     restored = {**holder, "name": chosen[0], key: written}
-    return holder if _encode(restored) == _encode(holder) else restored
+    return holder if encode(restored) == encode(holder) else restored
 
 
 def choose_call(
@@ -317,7 +315,7 @@ def choose_call(
     if returned is None or (name, raw_arguments) in made:
         return None
     values = {call: value for call in made if (value := object_in(call[1])) is not None}
-    exact = [c for c, v in values.items() if c[0] == name and _encode(v) == _encode(returned)]
+    exact = [c for c, v in values.items() if c[0] == name and encode(v) == encode(returned)]
     alike = [c for c, v in values.items() if _came_back_as(c[0], v, name, returned)]
     candidates = exact or alike
     return candidates[0] if len(candidates) == 1 else None
@@ -360,7 +358,3 @@ def _is_written_out(text: str, value: Any) -> bool:
         return text == str(value).lower()
     is_number = isinstance(value, int | float) and _NUMBER.fullmatch(text) is not None
     return is_number and float(text) == float(value)
-
-
-def _encode(value: Any) -> bytes:
-    return msgspec.json.encode(value)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.explain.known import Kind
+from proxy.core.messages import Kind
 from proxy.servers import background
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools, user
 from tests.lab.models import TEMPLATE_FOLDER

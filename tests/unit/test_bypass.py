@@ -5,7 +5,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import DIGEST_BYTES, Conversation, SlotId
+from proxy.core.messages import DIGEST_BYTES, Conversation
+from proxy.core.model import SlotId
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass, choose_slot_to_empty
 from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown
 from proxy.core.tokens import Namespace

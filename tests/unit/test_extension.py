@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.model import Conversation, Rule, RuleKind, SlotId
+from proxy.core.messages import Conversation
+from proxy.core.model import Rule, RuleKind, SlotId
 from proxy.core.residency import SHORT_MESSAGE_BYTES, slot_to_extend
 from proxy.core.slots import TAINTED, Content, Empty, Known, Origin, Slot, SlotPhase
 from proxy.core.tokens import Namespace, token_ids

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model import Conversation
-from proxy.explain.known import Chat, Kind, chat_asked, kind_of
+from proxy.core.messages import Chat, Conversation, Kind, chat_asked, kind_of
 
 ASKER = (b"key", "session")
 NOBODY = (b"key", "")
