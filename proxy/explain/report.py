@@ -66,9 +66,6 @@ class Told(NamedTuple):
     keeps_text: bool = False
 
 
-NOTHING_TOLD = Told()
-
-
 def sums_at(today: views.Today, now: float) -> views.Today:
     """Return the sums of the day that *now* lies in, in local time; those of a new day start at zero."""
     day = date.fromtimestamp(now)

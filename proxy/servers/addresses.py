@@ -351,6 +351,20 @@ class Addresses:
     def processes(self) -> list[Process]:
         return [process for server in self.servers if (process := server.process)]
 
+    def split_path(self, path: str, model: str) -> tuple[str, str]:
+        """Return the model that a client's path names, and the path as a llama-server would see it.
+
+        *model* is the one that the query names.
+        """
+        if not self._hosts:
+            return "", path
+        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
+        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
+        known = (found for found in split if found[0].named(found[1]))
+        shortest = sorted(split, key=lambda found: len(found[2]))
+        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
+        return named, rest
+
     async def accounted(self) -> None:
         """Wait until every answered request is recorded."""
         reading = [task for process in self.processes for _, task in process.settling]

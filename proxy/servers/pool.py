@@ -188,20 +188,6 @@ class Pool(Addresses):
         async with hosted.use(named, since, keys) as server:
             yield [server]
 
-    def split_path(self, path: str, model: str) -> tuple[str, str]:
-        """Return the model that a client's path names, and the path as a llama-server would see it.
-
-        *model* is the one that the query names.
-        """
-        if not self._hosts:
-            return "", path
-        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
-        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
-        known = (found for found in split if found[0].named(found[1]))
-        shortest = sorted(split, key=lambda found: len(found[2]))
-        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
-        return named, rest
-
     async def ready(self, servers: Sequence[Server]) -> tuple[Server, Process | None]:
         """Return an attached llama-server and its process; if there is none, wait for the first.
 

@@ -8,7 +8,7 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway
-from proxy.explain.report import Report
+from proxy.explain.report import Report, Told
 from proxy.explain.views import client_name
 from proxy.llama.client import Body
 from proxy.llama.connection import end_to_end
@@ -23,7 +23,7 @@ from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
 from proxy.serving.tenants import keys_of, tenant_of
-from proxy.web.relay import Exchange, untold
+from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20
@@ -142,7 +142,7 @@ class Front:
             raise
         finally:
             # What refers to each other keeps the body until Python collects garbage.
-            exchange.tell, request.foresee = untold, not_looked_up
+            exchange.tell, request.foresee = Told, not_looked_up
             await exchange.writer.stop_keeping()
 
     async def _read_body(self, request: web.Request) -> bytes:

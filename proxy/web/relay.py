@@ -10,7 +10,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
-from proxy.explain.report import NOTHING_TOLD, Told
+from proxy.explain.report import Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
 from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
@@ -22,11 +22,6 @@ from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 _EVENTS = "text/event-stream"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
-
-
-def untold() -> Told:
-    """Return that nothing goes with an answer."""
-    return NOTHING_TOLD
 
 
 class Exchange:
@@ -47,8 +42,8 @@ class Exchange:
         self.path = path
         self.route = generation_route(client.method, path)
         self.writer = ClientWriter(client, unread)
-        self.tell: Callable[[], Told] = untold
-        self._told = NOTHING_TOLD
+        self.tell: Callable[[], Told] = Told
+        self._told = Told()
         self.is_answered = False
         self._has_begun = False
         self.answering = asyncio.Event()
@@ -112,7 +107,7 @@ class Exchange:
         waiting = self.writer.response
         if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)
-        self._told = self.tell() if answer.status == 200 else NOTHING_TOLD
+        self._told = self.tell() if answer.status == 200 else Told()
         lines, whole = edits_of(self.path, answer, n_found, self._told)
         edited: tuple[bytes, bytes] | None = None
         # A small answer is read whole, and goes to the client along with its headers.
@@ -212,7 +207,7 @@ class Exchange:
         self._reader.feed(chunk)
         if self._told.on_id and (message_id := self._reader.message_id):
             self._told.on_id(message_id)
-            self._told = NOTHING_TOLD
+            self._told = Told()
         if self._first_token_at is None and self._reader.has_token:
             self._first_token_at = self._heard.heard_at
             self.answering.set()
