@@ -32,8 +32,11 @@ _MAX_TRIES = 2
 def begin(tier: "Tier", process: Process, request: Request) -> None:
     """List what others have stored while a prompt is read that may be worth a transfer."""
     if NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
-        namespace = process.tenant_namespace(request.tenant)
-        tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
+        try:
+            namespace = process.tenant_namespace(request.tenant)
+            tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
+        except Exception as fault:
+            process.faults.record("share", fault)
 
 
 async def fetch_first(tier: "Tier", process: Process, request: Request) -> bool:

@@ -190,6 +190,19 @@ async def test_what_was_fetched_for_a_turn_is_not_gone_on_with_behind_its_answer
         assert goes_on == [True, True, False, False, True]
 
 
+async def test_fault_of_a_listing_costs_no_request_its_answer(
+    start_machines: StartMachines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(tier.Tier, "look_since", fail)
+    async with start_machines("hybrid") as machines:
+        for number, messages in enumerate(agent_requests(1, 1, header=HEADER)):
+            record = await machines.ask(number % 2, messages, is_shared=False)
+            assert record["status"] == 200
+
+
 async def test_fault_of_the_shared_store_costs_no_request_its_answer(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink, monkeypatch: Any
 ) -> None:
