@@ -138,7 +138,7 @@ async def begin_two_prompts(rig: Rig, evaluation_seconds: float) -> tuple[Any, l
     first = asyncio.ensure_future(rig.chat(question("first", 3000)))
     await gate.reached()
     second = asyncio.ensure_future(rig.chat(question("second", 3000)))
-    await until(lambda: rig.n_occupied() == 2)
+    await until(lambda: rig.n_occupied() == 2 or second.done())
     return gate, [first, second]
 
 
