@@ -52,9 +52,9 @@ class EventLoop(uvloop.Loop):
 class ReplyHandler(ResponseHandler):
     """aiohttp's protocol, but when a connection ends, or is given up, so do its answer and its socket.
 
-    aiohttp lets a reader wait for ever behind a chunk that is none, takes an answer without a length for
-    whole after a reset, and keeps a socket until its server has read all that was sent. `on_change` is
-    called when data of the answer, or its end, has come.
+    aiohttp lets a reader wait for ever behind a malformed chunk. After a reset, aiohttp takes an answer
+    without a length for whole. And it keeps a socket until its server has read all that was sent.
+    `on_change` is called when data of the answer, or its end, has come.
     """
 
     on_change: Callable[[], None] = staticmethod(lambda: None)

@@ -60,15 +60,21 @@ async def two_servers(rig: Rig, **options: Any) -> AsyncIterator[FakeLlamaServer
             yield second
 
 
+async def keep_busy(rig: Rig, second: FakeLlamaServer) -> tuple[Any, Any, list[Any]]:
+    """Have each llama-server generate until its gate is opened; return the gates and the requests."""
+    here = rig.server.hold("generate", n_calls=1)
+    there = second.hold("generate", n_calls=1)
+    running = [rig.begin_chat("a"), rig.begin_chat("b")]
+    await here.reached()
+    await there.reached()
+    return here, there, running
+
+
 async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
     start_rig: StartRig,
 ) -> None:
     async with start_rig(n_slots=1) as rig, two_servers(rig) as second:
-        here = rig.server.hold("generate", n_calls=1)
-        there = second.hold("generate", n_calls=1)
-        running = [rig.begin_chat("a"), rig.begin_chat("b")]
-        await here.reached()
-        await there.reached()
+        here, there, running = await keep_busy(rig, second)
         waiting = rig.begin_chat("c")
         await until(lambda: rig.running.pool.n_waiting == 1)
         queue_is_here = rig.running.pool.servers[0].n_queued == 1
@@ -89,11 +95,7 @@ async def test_limit_on_requests_grows_with_the_llama_servers(
 ) -> None:
     monkeypatch.setattr(app, "MAX_REQUESTS", 1)
     async with start_rig(n_slots=1) as rig, two_servers(rig) as second:
-        here = rig.server.hold("generate", n_calls=1)
-        there = second.hold("generate", n_calls=1)
-        running = [rig.begin_chat("a"), rig.begin_chat("b")]
-        await here.reached()
-        await there.reached()
+        here, there, running = await keep_busy(rig, second)
         reply = await rig.post("/v1/chat/completions", {"messages": [], "max_tokens": 1})
         assert (reply.status, "2 requests" in str(reply.content)) == (503, True)
         here.open()
