@@ -240,7 +240,7 @@ class Inquiry:
         self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
-        """Return the judgement on a request of which only the plan is known."""
+        """Return the judgement on a request of which only the plan is known; its client may be told."""
         if account.n_reused is None:
             account = replace(account, n_reused=account.plan.start.n_reused)
         return self._find(account, request_id)[0]
@@ -250,6 +250,7 @@ class Inquiry:
         if account.n_reused is None:
             return NOT_JUDGED
         judgement, new, matches = self._find(account, request_id)
+        judgement = self._beside_others(judgement, account)
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
             if self._journal.keep != "text":
                 new.rendering.reduce()
@@ -279,11 +280,13 @@ class Inquiry:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
         matches = known.matches(new, self._known, self._planned_at)
-        judgement = judge_prompt(new, *matches, account, self._process.rule)
-        return self._beside_others(judgement, account), new, matches
+        return judge_prompt(new, *matches, account, self._process.rule), new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
-        """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more."""
+        """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more.
+
+        Only for operators: the client must not learn what another key has sent.
+        """
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._process.opened_store is None or not self._process.can_cache:

@@ -307,3 +307,17 @@ async def test_request_that_is_answered_though_its_key_seemed_wrong_leaves_slots
         assert isinstance(process.slots[SlotId(0)].content, Unknown)
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="alice")).n_reused == 308
+
+
+@TENANTS
+async def test_reply_does_not_tell_what_another_tenant_has_sent(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=2, **tenants) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        told = [
+            (await rig.chat(name, key="bob")).headers["X-Prefix-Cache"].rpartition(" ")[2]
+            for name in "ab"
+        ]
+        assert told == ["cause=first-sight"] * 2
