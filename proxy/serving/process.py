@@ -19,7 +19,6 @@ from cachetools import LRUCache
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
-from proxy.core.eviction import Removal
 from proxy.core.model import (
     NO_RULE,
     Candidate,
@@ -356,8 +355,8 @@ class Process(Services):
                 with self.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
                     await self._load(slot_id, restored, waited_seconds)
         except StoreFault:
+            # The store has removed what is damaged; what only changed is verified at its next use.
             self.metrics.restores.labels("missing").inc()
-            await self.store.remove(checkpoint, Removal.BROKEN)
             raise
         except UpstreamLost:
             self.metrics.restores.labels("ended").inc()

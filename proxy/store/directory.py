@@ -51,6 +51,8 @@ _SECRET_BYTES = 32
 _ENTERED_AT_ONCE = 100
 """How many entries are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
+_COPIED = {"index", "data.mdb", "data.xxh3", SECRET_NAME}
+"""Of a directory that cannot be written. Whatever else lies there may be large, or a link to anything."""
 _DIGEST_BYTES = 16
 MOST_RECORD_BYTES = 4 << 20
 """No record is longer: it has some 25 bytes for each 16 MiB of its state."""
@@ -191,8 +193,10 @@ class StoreDirectory:
             try:
                 if is_readonly:
                     copy = opened.enter_context(TemporaryDirectory())
-                    states = shutil.ignore_patterns("lpc-*", _DAMAGED + "*")
-                    path = Path(shutil.copytree(path, copy, ignore=states, dirs_exist_ok=True))
+                    shutil.copytree(
+                        path, copy, ignore=lambda _, names: {*names} - _COPIED, dirs_exist_ok=True
+                    )
+                    path = Path(copy)
                     for folder in (path, *path.glob("*/")):
                         folder.chmod(0o700)  # copied folders keep their modes
                 self.secret = _secret(path / SECRET_NAME)

@@ -1,5 +1,7 @@
 """Restores that go wrong: the request is evaluated from what is left, the checkpoint is judged fairly."""
 
+from pathlib import Path
+
 import pytest
 
 from proxy.llama import client as llama_server
@@ -170,6 +172,23 @@ async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: S
         rig.server.release("restore")
         reply = await asked
         assert (reply.status, reply.n_reused) == (200, 0)
+
+
+async def test_file_that_a_backup_links_to_while_it_is_restored_is_kept(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        gate = rig.server.hold("restore")
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        for path in rig.server.directory.glob("lpc-*.state"):
+            (tmp_path / path.name).hardlink_to(path)  # the content is the same, the ctime is not
+        rig.server.release("restore")
+        assert (await asked).n_reused == 0, "a file that changed may have loaded anything"
+        await displace(rig)
+        assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
+        assert rig.sample("evictions_total", reason="broken") == 0
 
 
 async def test_damage_is_found_in_the_background_before_anybody_asks_for_the_state(

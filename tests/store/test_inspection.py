@@ -103,6 +103,7 @@ async def test_states_of_a_directory_without_write_permission_are_found() -> Non
         with opened(path) as store:
             checkpoint = await store.commit(*new_state(store, run_of(300)))
         (path / "index" / "lock.mdb").unlink()  # as in a backup
+        (path / "link").symlink_to("nowhere")  # not ours, like the states that others save there
         for place in (path / "index", path):
             place.chmod(0o500)
         with opened(path) as store:
