@@ -425,11 +425,12 @@ def choose_namespace(known: Iterable[KnownNamespace], canary: Canary) -> KnownNa
     return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
 
 
-def new_namespace(
-    static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]], name: str
-) -> KnownNamespace:
-    """Return a new namespace for a model; *known* are the other namespaces with the same *static* data."""
-    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
+def new_namespace(static: str, canary: list[tuple[int, float]], name: str) -> KnownNamespace:
+    """Return a new namespace for a model.
+
+    No other model ever gets the same one: the index of the shared store may be older than the index.
+    """
+    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {canary}".encode()), canary, name)
 
 
 def is_same_canary(left: Canary, right: Canary) -> bool:

@@ -337,7 +337,7 @@ async def _namespace(
     known = known_namespaces(process.store.index, static)
     chosen = choose_namespace(known, canary)
     if chosen is None:
-        named = new_namespace(static, known, canary, name)
+        named = new_namespace(static, canary, name)
     else:
         named = msgspec.structs.replace(chosen, name=name)
     if named != chosen:

@@ -96,7 +96,7 @@ def introduce(index: Index, owner: Owner) -> Namespace:
     chosen = choose_namespace(known, owner.known.canary)
     if chosen is None:
         # Not the given id: in this index it may already stand for another model.
-        chosen = new_namespace(owner.static, known, owner.known.canary, owner.known.name)
+        chosen = new_namespace(owner.static, owner.known.canary, owner.known.name)
         index.put_value(namespaces_name(owner.static), [*known, chosen])
     model = Namespace(chosen.id)
     tenants = known_tenants(index, model)

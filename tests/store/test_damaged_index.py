@@ -23,7 +23,14 @@ from proxy.core.model import (
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store.index import Index, seal_of, sound_file
-from proxy.store.known_models import namespaces_name, owners, read_index, tenants_name
+from proxy.store.known_models import (
+    Owner,
+    introduce,
+    namespaces_name,
+    owners,
+    read_index,
+    tenants_name,
+)
 from proxy.store.offline import ProblemKind, examine, open_offline
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
 from tests.store.damage import (
@@ -406,3 +413,16 @@ async def test_budget_holds_after_a_rebuild(directory: Path) -> None:
     set_data(directory, b"")
     with opened(directory, pinned["size_bytes"] + 20_000) as store:
         assert pinned["size_bytes"] < store.size_bytes <= store.writes.max_bytes
+
+
+def test_model_gets_no_namespace_that_another_model_had_in_a_lost_index(tmp_path: Path) -> None:
+    # The index of the shared store outlives this one.
+    owners_of = [
+        Owner("static", KnownNamespace(b"", [(token, -0.5)], "coder"), b"") for token in (5, 6)
+    ]
+    with opened(tmp_path) as store:
+        namespaces = [introduce(store.index, owner) for owner in owners_of]
+    shutil.rmtree(tmp_path / "index")
+    with opened(tmp_path) as store:
+        again = [introduce(store.index, owner) for owner in reversed(owners_of)]
+    assert again == namespaces[::-1] and len({*namespaces}) == 2

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -30,6 +31,7 @@ from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.known_models import namespaces_name
+from proxy.store.offline import read_records
 from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -280,6 +282,8 @@ async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None
         await a.save(run_of(3000))
         assert await b.find(run_of(3000)) == []
         assert len(b.tier.remote.known) == 1, "and its record is not read again"
+        # Nor kept: nobody would ever forget it.
+        assert list(b.tier.remote.index.ids()) == []
 
 
 async def test_survey_tells_who_shares_what_and_why_two_do_not(
@@ -308,6 +312,8 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         assert fetched is not None
         await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
         assert list(b.tier.remote.find(OURS, tokens)) == []
+        await b.store.remove(fetched, Removal.BUDGET)
+        assert list(b.tier.remote.find(OURS, tokens)) == [], "it would end llama-server again"
         await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
         await a.store.remove(saved, Removal.BUDGET)
         await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
@@ -344,6 +350,37 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
     async with start("a", limits=limits) as a:
         await until(lambda: len(a.tier.remote.known) == 1)
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
+
+
+async def test_id_of_a_shared_state_outlives_a_crash_and_the_loss_of_the_index(
+    start: Start,
+) -> None:
+    async with start("a") as a:
+        saved = await a.commit(run_of(3000))
+
+        def told() -> tuple[str, ...]:
+            record = a.store.index.record(saved.id)
+            (beside,) = read_records(a.store.files)
+            return tuple({record.shared_id if record else "", beside.checkpoint.shared_id})
+
+        # Otherwise the next start would upload it again, and nobody would delete the first one.
+        await until(lambda: told() != ("",))
+        await until(lambda: len(told()) == 1)
+
+
+async def test_what_to_upload_is_chosen_beside_requests(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[threading.Thread]()
+
+    def worth(*_: object) -> float:
+        threads.add(threading.current_thread())
+        return 1.0
+
+    monkeypatch.setattr(transfers, "spared_per_byte", worth)
+    async with start("a") as a:
+        await a.save(run_of(3000))
+    assert threads and threading.main_thread() not in threads
 
 
 async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
