@@ -145,12 +145,11 @@ def decode_meta(data: bytes) -> Meta:
 
 
 def entry_of(
-    meta: Meta, shared_id: str, namespace: Namespace | None
+    meta: Meta, shared_id: str, namespace: Namespace
 ) -> tuple[Checkpoint, TokenIds, list[PrefixHash]]:
-    """Return the index entry of a shared state; one of no *namespace* here is known, but never found."""
-    hashes = [*meta.hashes, *meta.points.values()] if namespace is not None else []
-    here, checkpoint_id = namespace or Namespace(b""), index_id(shared_id)
-    record = replace(meta.checkpoint, id=checkpoint_id, namespace=here, shared_id=shared_id)
+    """Return the index entry of a shared state."""
+    hashes, checkpoint_id = [*meta.hashes, *meta.points.values()], index_id(shared_id)
+    record = replace(meta.checkpoint, id=checkpoint_id, namespace=namespace, shared_id=shared_id)
     return record, tokens_from_bytes(b"".join(hashes)), [PrefixHash(each) for each in hashes]
 
 

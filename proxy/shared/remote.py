@@ -63,7 +63,7 @@ class Remote:
         """Open the index; raises StoreFault."""
         self.tasks, self.has_failed, self.log = Tasks(), asyncio.Event(), get_logger("shared")
         self.index = _opened(self.store.files.directory / _FOLDER)
-        self.known = set(self.index.ids())
+        self.known, self.refused = set(self.index.ids()), set[str]()
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED
@@ -167,8 +167,7 @@ class Remote:
         if not self.known or not (folder := self.folder(namespace)):
             return
         seed = objects.seed_of(folder)
-        refused = {c.shared_id for c in self.store.quarantined if c.shared_id}
-
+        refused = self.refused.union(c.shared_id for c in self.store.quarantined)
         digest = cache(partial(hash_whole, seed, tokens))
         reaching = self.index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
         for checkpoint_id, n_steps in reaching.items():

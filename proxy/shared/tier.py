@@ -141,8 +141,11 @@ class Tier:
                 if (meta := await self._read(each)) is not None:
                     canary = meta.owner.known.canary
                     ours = (n for n, known in models if is_same_canary(known.canary, canary))
-                    entries.append(objects.entry_of(meta, each.id, namespace := next(ours, None)))
-                    apart.update([meta.host] if namespace is None else [])
+                    if (namespace := next(ours, None)) is not None:
+                        entries.append(objects.entry_of(meta, each.id, namespace))
+                    else:
+                        self.remote.known.add(objects.index_id(each.id))  # it is not read again
+                        apart.add(meta.host)
 
         await asyncio.gather(*(read() for _ in new[:_READ_AT_ONCE]))
         if entries:

@@ -19,7 +19,7 @@ from socket import gethostname
 
 import xxhash
 
-from proxy.core.eviction import Removal
+from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.core.saving import Claim, Written
 from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_for, spared_per_byte
@@ -54,7 +54,7 @@ class Downloads:
         """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
         remote = self._remote
         if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
-            known = map(remote.index.record, remote.known)
+            known = map(remote.index.record, remote.index.ids())
             some = next((c for c in known if c and c.namespace), None)
             with remote.trying("fetch"), suppress(Gone):
                 if some is not None:
@@ -246,6 +246,8 @@ class Uploads:
         is_over = reason in (Removal.SUPERSEDED, Removal.OPERATOR) or checkpoint.quarantine
         if is_over and checkpoint.id == self._uploading:
             self._uploading = None
+        if checkpoint.quarantine:
+            self._remote.refused.add(checkpoint.shared_id)
         if is_over and checkpoint.shared_id:
             if objects.writer_of(checkpoint.shared_id) == self._remote.writer:
                 self._outdated.append(checkpoint)
@@ -255,7 +257,9 @@ class Uploads:
         """Upload what waits, in at most so many *seconds*."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._remote.is_failing("upload") and (self._is_busy or self._next()):
+                while not self._remote.is_failing("upload") and (
+                    self._is_busy or await self._next()
+                ):
                     self._wake.set()
                     await asyncio.sleep(0.02)
 
@@ -266,7 +270,7 @@ class Uploads:
             self._wake.clear()
             self._is_busy = True
             try:
-                while (checkpoint := self._next()) is not None:
+                while (checkpoint := await self._next()) is not None:
                     self._uploading = checkpoint.id
                     with self._remote.trying("upload"):
                         await self._upload(checkpoint)
@@ -282,9 +286,13 @@ class Uploads:
                 self._remote.faults.record("share", error)
             self._is_busy, self._uploading = False, None
 
-    def _next(self) -> Checkpoint | None:
+    async def _next(self) -> Checkpoint | None:
         """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over."""
-        present, best, most = self._remote.present(), None, 0.0
+        # In another thread: thousands may wait, as where the shared store is new.
+        return await asyncio.to_thread(self._best, self._remote.present())
+
+    def _best(self, present: Present) -> Checkpoint | None:
+        best, most = None, 0.0
         for checkpoint_id in tuple(self._pending):
             checkpoint = self._store.get(checkpoint_id)
             if checkpoint is None or checkpoint.shared_id or self._store.is_quarantined(checkpoint):
@@ -331,7 +339,8 @@ class Uploads:
         entry = objects.entry_of(meta, shared_id, namespace)
         await remote.enter(entry)
         remote.metrics.shared_states.labels("up").inc()
-        self._store.change(checkpoint.id, shared_id=shared_id)
+        # Behind a removal under way, which then has told its reason.
+        await self._store.update(self._store.change(checkpoint.id, shared_id=shared_id))
         if self._uploading != checkpoint.id:
             self._outdated.append(entry[0])
 

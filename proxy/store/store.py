@@ -194,15 +194,16 @@ class CheckpointStore(Catalogue):
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never use checkpoints again, even after a restart; return once that is on disk."""
-        await self._update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
+        await self.update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""
         record = self.change(checkpoint_id, is_pinned=is_pinned)
-        await self._update(record)
+        await self.update(record)
         return record
 
-    async def _update(self, *records: Checkpoint | None) -> None:
+    async def update(self, *records: Checkpoint | None) -> None:
+        """Write changed records to disk at once, not with the next commit; raises StoreFault."""
         there = [record for record in records if record is not None]
         await self._write(partial(self._directory.update, there))
 

@@ -39,6 +39,7 @@ from tests.lab.patience import wait_for_shared_store
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 from tests.store.conftest import branch, new_state, opened, run_of
+from tests.store.test_store import hold_writer
 from tests.unit.state_files import attention, state_file, words
 
 MODEL = Namespace(b"m" * 16)
@@ -332,6 +333,25 @@ async def test_superseded_state_goes_from_the_shared_store_and_one_that_made_roo
         await a.store.remove(second, Removal.SUPERSEDED)
         await until(lambda: len({p.stem for p in objects_in(tmp_path / "shared")}) == 1)
         assert await b.find(run_of(3000, start=50_000), is_full=True) == []
+
+
+async def test_state_that_is_superseded_as_its_upload_ends_goes_from_the_shared_store(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        enter, removals = a.tier.remote.enter, list[asyncio.Future[bool]]()
+
+        async def enter_and_remove(*entries: Any) -> None:
+            await enter(*entries)
+            go_on = hold_writer(a.store)
+            removals.append(asyncio.ensure_future(a.store.remove(saved, Removal.SUPERSEDED)))
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_later(0.02, go_on.set)
+
+        monkeypatch.setattr(a.tier.remote, "enter", enter_and_remove)
+        saved = await a.commit(run_of(3000))
+        await until(lambda: removals and removals[0].done())
+        await until(lambda: objects_in(tmp_path / "shared") == [])
 
 
 async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
