@@ -103,7 +103,8 @@ async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:
     """Remove what a fetched state makes needless here."""
     try:
         if (tokens := process.store.index.tokens(fetched.id)) is not None:
-            relatives = process.store.find(fetched.namespace, tokens)
+            found = process.store.find(fetched.namespace, tokens)
+            relatives = await asyncio.to_thread(list, found)
             for older in superseded(process.rule, fetched, relatives):
                 await process.store.remove(older, Removal.SUPERSEDED)
     except Exception as fault:

@@ -328,7 +328,7 @@ class Room:
     def _sizes(self) -> list[StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""
         ours = self._present().rates_by
-        newest = self._process.store.newest(_N_SIZES)
+        newest = self._process.store.newest(_N_SIZES - len(self._process.sizes))
         stored = (c for c in newest if not ours or c.namespace in ours)
         return [
             *self._process.sizes,

@@ -171,7 +171,8 @@ class SlotSaves:
                 self._table.refine(slot_id, held, Empty())
             return None
         self._metrics.save_seconds.observe(saved.seconds)
-        relatives = list(store.find(namespace, state.tokens))
+        # In another thread: hundreds may share a header.
+        relatives = await asyncio.to_thread(list, store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:

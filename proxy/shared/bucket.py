@@ -23,7 +23,7 @@ import msgspec
 from proxy.core.model import is_same_canary
 from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
 from proxy.shared import objects
-from proxy.shared.objects import META, STATE, Listed, Meta, Sealing, listed
+from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, Listed, Meta, Sealing, listed
 from proxy.store.known_models import Owner
 
 _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
@@ -78,6 +78,11 @@ class Bucket:
                 directory = Path(rest).absolute()
                 directory.mkdir(mode=0o700, exist_ok=True)
                 url = f"file://{directory}"
+                # What is written when its process is killed stays under such a name, and is not listed.
+                for half in directory.glob(f"{objects.VERSION}/*/*#*"):
+                    with suppress(OSError):
+                        if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
+                            half.unlink()
             self._store = from_url(url, **options)
         except self._faults as error:
             raise SettingsError(f"shared_store: {_told(error)}") from error

@@ -34,6 +34,8 @@ from proxy.store.known_models import Owner
 VERSION = "v1"
 STATE, META, USED = "state", "meta", "used"
 """A state, the record that commits it, and a marker whose time says when somebody last read the state."""
+ORPHAN_SECONDS = 3600.0
+"""What nobody has finished for so long is deleted."""
 _HASH_BYTES = 16
 STEP_TOKENS = 1024
 """Of a hundred thousand states the hashes of all blocks would be too many; a shorter one is not shared."""

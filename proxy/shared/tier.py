@@ -17,7 +17,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
 from proxy.shared import objects
 from proxy.shared.bucket import Gone
-from proxy.shared.objects import META, Listed, Meta
+from proxy.shared.objects import META, ORPHAN_SECONDS, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
@@ -29,7 +29,6 @@ _OVERLAP_SECONDS = 600.0
 _READ_AT_ONCE = 32
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
-_ORPHAN_SECONDS = 3600.0
 _APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
 
 Found = tuple[str, int, float]
@@ -181,7 +180,7 @@ class Tier:
                 await remote.forget(record)
             await asyncio.sleep(0)
         for shared_id, (kinds, _, at) in found.items():
-            if META not in kinds and now - at > _ORPHAN_SECONDS:
+            if META not in kinds and now - at > ORPHAN_SECONDS:
                 names = [objects.name_of(folder, shared_id, kind) for kind in kinds.split()]
                 with remote.trying("delete"):
                     await remote.bucket.delete(*names)

@@ -323,7 +323,7 @@ class CheckpointStore(Catalogue):
         taken = [c for c in checkpoints if self.take(c.id)]
         try:
             while taken:
-                await self._delete(taken.pop(), reason)
+                await self._delete(taken.pop(0), reason)
         finally:
             for checkpoint in taken:
                 self.put_back(checkpoint.id)

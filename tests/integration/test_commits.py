@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import SlotId
+from proxy.core.model import Candidate, Checkpoint, SlotId
+from proxy.core.saving import StateSize
 from proxy.core.slots import Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
@@ -91,6 +92,41 @@ async def test_request_is_answered_while_what_it_displaced_is_committed(
         commits.open()
         await until(lambda: rig.checkpoints)
         assert (await rig.chat("a")).n_reused > 300
+
+
+async def test_relatives_of_a_state_are_found_beside_requests(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, find = set[threading.Thread](), CheckpointStore.find
+
+    def noted(store: CheckpointStore, *prompt: Any) -> Iterator[Candidate]:
+        threads.add(threading.current_thread())
+        yield from find(store, *prompt)
+
+    monkeypatch.setattr(CheckpointStore, "find", noted)
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        assert threads > {threading.main_thread()}, "a request's own lookup needs few of them"
+
+
+async def test_sizes_of_stored_states_are_read_only_as_long_as_few_were_saved(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, newest = list[int](), CheckpointStore.newest
+
+    def noted(store: CheckpointStore, n_at_most: int) -> Iterator[Checkpoint]:
+        asked.append(n_at_most)
+        return newest(store, n_at_most)
+
+    async with start_rig(n_slots=1) as rig:
+        assert rig.process is not None
+        sizes = rig.process.sizes
+        sizes.extend([StateSize(300, 0, 1000)] * 300)
+        monkeypatch.setattr(CheckpointStore, "newest", noted)
+        await rig.chat("a")
+        await rig.settled()
+        assert set(asked) == {0} and sizes[-1].n_tokens > 300
 
 
 async def test_conversation_goes_on_in_its_slot_while_its_state_is_committed(

@@ -180,6 +180,25 @@ async def test_reserve_whose_removals_fail_leaves_everything_as_it_was(
         await store.discard(await store.reserve(claim(2 * SIZE)))
 
 
+async def test_reserve_whose_second_removal_fails_keeps_the_more_valuable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 2 * SIZE) as store:
+        for mark in range(2):
+            await save(store, mark)
+        delete, (least, most) = Index.delete, store.victims(2 * SIZE, Present(time.time()))
+
+        def fail_then(*entry: Any) -> None:
+            if len(store.index.all()) == 1:
+                raise StoreFault("full")
+            delete(*entry)
+
+        monkeypatch.setattr(Index, "delete", fail_then)
+        with pytest.raises(StoreFault, match="full"):
+            await store.reserve(claim(2 * SIZE))
+        assert [c.id for c in store] == [most.id] != [least.id]
+
+
 async def test_reserve_whose_caller_is_cancelled_gives_its_bytes_back(tmp_path: Path) -> None:
     with opened(tmp_path, 2 * SIZE) as store:
         for mark in range(2):

@@ -276,6 +276,13 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
         os.utime(half, (long_ago, long_ago))
         await b.find(run_of(3000), is_full=True)
         assert objects_in(tmp_path / "shared") == sorted([state, meta])
+        # What a process was writing when it was killed has such a name, and is not listed.
+        halves = [state.with_name(f"{state.name}#{n}") for n in (1, 2)]
+        for path in halves:
+            path.write_bytes(b"half an upload")
+        os.utime(halves[0], (long_ago, long_ago))
+        Bucket(f"file://{tmp_path / 'shared'}")
+        assert [path.exists() for path in halves] == [False, True]
 
 
 async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None:
