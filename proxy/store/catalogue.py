@@ -274,8 +274,11 @@ class Catalogue:
         return checkpoint
 
     def put_back(self, checkpoint_id: CheckpointId) -> None:
-        """Enter a checkpoint again whose removal failed."""
-        self.enter(self._going.pop(checkpoint_id))
+        """Enter a checkpoint again whose removal failed; a file without an entry goes at the next start."""
+        checkpoint = self._going.pop(checkpoint_id)
+        if self.index.record(checkpoint_id) is None:
+            return self.forget(checkpoint_id)
+        self.enter(checkpoint)
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
         """Note that a checkpoint, taken out before, is no longer on the disk."""

@@ -101,14 +101,18 @@ class CheckpointStore(Catalogue):
             self._directory.close()
 
     async def _write(
-        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
+        self,
+        work: Callable[[], T],
+        *,
+        then: Callable[[T], object] = lambda _: None,
+        otherwise: Callable[[], object] = lambda: None,
     ) -> T:
         """Do *work* on the writer's thread and *then* on this one, even if the caller is cancelled.
 
-        Raises StoreFault for any OSError.
+        If the work fails, *otherwise* is done instead. Raises StoreFault for any OSError.
         """
         written = asyncio.get_running_loop().run_in_executor(self._writer, work)
-        written.add_done_callback(lambda w: w.exception() or then(w.result()))
+        written.add_done_callback(lambda w: otherwise() if w.exception() else then(w.result()))
         try:
             return await asyncio.shield(written)
         except OSError as error:
@@ -291,10 +295,9 @@ class CheckpointStore(Catalogue):
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
         self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
-        await self._write(
-            partial(self.files.remove, temporary_name),
-            then=lambda _: self.writes.release(temporary_name),
-        )
+        release = partial(self.writes.release, temporary_name)
+        work = partial(self.files.remove, temporary_name)
+        await self._write(work, then=lambda _: release(), otherwise=release)
 
     # Removing checkpoints.
 
@@ -337,8 +340,5 @@ class CheckpointStore(Catalogue):
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
 
-        try:
-            await self._write(partial(self._directory.remove, checkpoint), then=note)
-        except StoreFault:
-            self.put_back(checkpoint.id)
-            raise
+        work = partial(self._directory.remove, checkpoint)
+        await self._write(work, then=note, otherwise=partial(self.put_back, checkpoint.id))

@@ -3,6 +3,7 @@
 A crash is an exception that no code in the store catches; whatever was written before it stays.
 """
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, found, names_in, new_state, opened, run_of, temporary_of
+from tests.store.test_room import claim
 
 
 class Crash(BaseException):
@@ -198,3 +200,41 @@ async def test_remove_that_fails_leaves_memory_and_disk_agreeing(
     assert {c.id for c in store} == {c.id for c in store.index.all()}
     await store.remove(checkpoint, Removal.BUDGET)
     assert names_in(store.files.directory) == set()
+
+
+async def test_remove_that_fails_after_its_caller_left_is_taken_back(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "delete", fail)
+        removing = asyncio.ensure_future(store.remove(checkpoint, Removal.BUDGET))
+        await asyncio.sleep(0)
+        removing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await removing
+        await store.put_value("settled", True)
+    assert (store.going_bytes, store.size_bytes) == (0, checkpoint.size_bytes)
+    assert [c.id for c in store] == [checkpoint.id]
+
+
+async def test_file_that_cannot_be_deleted_is_not_counted_and_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_to_unlink(*_: object) -> None:
+        raise OSError("busy")
+
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
+        state = new_state(store, run_of(600))
+        store.writes.reserve(temporary_of(state), claim(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(StateFiles, "remove", fail_to_unlink)
+            with pytest.raises(StoreFault, match="busy"):
+                await store.remove(checkpoint, Removal.BUDGET)
+            with pytest.raises(StoreFault, match="busy"):
+                await store.discard(temporary_of(state))
+        assert (len(store), store.size_bytes) == (0, 0)
+        assert store.writes.shortage(0, 0)[0] <= 0, "nothing stays reserved"
+    with opened(tmp_path):
+        assert names_in(tmp_path) == set()
