@@ -313,7 +313,7 @@ class Room:
     def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
         max_bytes = self._process.store.writes.max_bytes
         sizes = self._sizes()
-        largest_seen = max((s.size_bytes for s in sizes), default=self._guess_bytes(max_bytes))
+        largest_seen = max((s.size_bytes for s in sizes), default=0) or self._guess_bytes(max_bytes)
         expected = expected_bytes(sizes, *extent) if extent else None
         if expected is None:
             return min(largest_seen, max_bytes)

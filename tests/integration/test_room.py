@@ -15,6 +15,7 @@ from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
+from tests.lab.waiting import until
 
 N_TOKENS = 6000
 
@@ -121,6 +122,22 @@ async def test_save_without_room_is_skipped_and_costs_the_client_nothing(
         n_saves = len(rig.server.seen_at("save"))
         assert await complete(rig, 2) > N_TOKENS - 10, "the slot is as good as ever"
         assert len(rig.server.seen_at("save")) == n_saves
+
+
+async def test_directory_that_is_gone_is_told_and_costs_the_client_nothing(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        directory = rig.server.directory
+        directory.rename(directory.with_name("elsewhere"))
+        for name in "bcd":
+            assert (await rig.chat(name)).status == 200
+        await until(lambda: rig.sample("saves_total", result="failed"))
+        [reason] = (await rig.health())["reasons"]
+        assert reason["kind"] == "saves fail" and "No such file" in str(reason)
+        directory.mkdir()
 
 
 async def test_slots_found_at_first_contact_without_room_are_not_adopted(
