@@ -214,13 +214,14 @@ def _fail(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
+@pytest.mark.parametrize(("owner", "step"), [(StateFiles, "seal"), (saver.Room, "thin")])
 async def test_disk_that_is_full_at_the_commit_costs_the_next_request_nothing(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, owner: type[Any], step: str
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
         await rig.chat("a")
         with monkeypatch.context() as full:
-            full.setattr(StateFiles, "seal", _fail)
+            full.setattr(owner, step, _fail)
             assert (await rig.chat("b")).status == 200
             await saves_failed(rig)
         assert await rig.reasons() == [DegradationKind.SAVES_FAIL]
