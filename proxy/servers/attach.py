@@ -334,16 +334,20 @@ async def _namespace(
     process: Process, static: str, canary: list[tuple[int, float]], name: str
 ) -> Namespace:
     """Return the namespace of the model with this canary; *name* is its name for people."""
-    known = known_namespaces(process.store.index, static)
-    chosen = choose_namespace(known, canary)
-    if chosen is None:
-        named = new_namespace(static, canary, name)
-    else:
-        named = msgspec.structs.replace(chosen, name=name)
-    if named != chosen:
-        others = (each for each in known if each is not chosen)
-        await process.store.put_value(namespaces_name(static), [*others, named])
-    return Namespace(named.id)
+    index = process.store.index
+
+    def note() -> Namespace:
+        known = known_namespaces(index, static)
+        if (chosen := choose_namespace(known, canary)) is None:
+            named = new_namespace(static, canary, name)
+        else:
+            named = msgspec.structs.replace(chosen, name=name)
+        if named != chosen:
+            others = (each for each in known if each is not chosen)
+            index.put_value(namespaces_name(static), [*others, named])
+        return Namespace(named.id)
+
+    return await process.store.write(note)  # another llama-server may be met at the same time
 
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:

@@ -73,9 +73,13 @@ async def note_tenant(process: Process, request: Request) -> None:
     warn_of_several(process)
     if process.can_cache:
         model, index = process.model_namespace, process.store.index
-        tenants = sorted(known_tenants(index, model) | process.tenants)
+
+        def note() -> None:
+            tenants = known_tenants(index, model) | process.tenants
+            index.put_value(tenants_name(model), sorted(tenants))
+
         try:
-            await process.store.put_value(tenants_name(model), tenants)
+            await process.store.write(note)  # another llama-server may note one at the same time
         except StoreFault as fault:
             process.faults.record("remember", fault)
 

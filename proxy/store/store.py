@@ -100,7 +100,7 @@ class CheckpointStore(Catalogue):
         finally:
             self._directory.close()
 
-    async def _write(
+    async def write(
         self,
         work: Callable[[], T],
         *,
@@ -180,7 +180,7 @@ class CheckpointStore(Catalogue):
             newer = self._newer()
             with suppress(StoreFault):
                 work = partial(self.index.put, newer=newer)
-                await self._write(work, then=lambda _: self.note_written(newer.checkpoints))
+                await self.write(work, then=lambda _: self.note_written(newer.checkpoints))
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
         """Remove a checkpoint and all that may stem from it; raises StoreFault if that fails."""
@@ -209,10 +209,10 @@ class CheckpointStore(Catalogue):
     async def update(self, *records: Checkpoint | None) -> None:
         """Write changed records to disk at once, not with the next commit; raises StoreFault."""
         there = [record for record in records if record is not None]
-        await self._write(partial(self._directory.update, there))
+        await self.write(partial(self._directory.update, there))
 
     async def put_value(self, name: str, value: object) -> None:
-        await self._write(partial(self.index.put_value, name, value))
+        await self.write(partial(self.index.put_value, name, value))
 
     # Saving: reserve room, write a file, then commit or discard the file.
 
@@ -282,7 +282,7 @@ class CheckpointStore(Catalogue):
         if not is_damaged():
             newer = self._newer()
             work = partial(self._directory.commit, (checkpoint, tokens, hashes), newer)
-            await self._write(work, then=enter)
+            await self.write(work, then=enter)
         if is_damaged():
             await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault("what the slot was restored from is damaged")
@@ -297,7 +297,7 @@ class CheckpointStore(Catalogue):
         self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
         release = partial(self.writes.release, temporary_name)
         work = partial(self.files.remove, temporary_name)
-        await self._write(work, then=lambda _: release(), otherwise=release)
+        await self.write(work, then=lambda _: release(), otherwise=release)
 
     # Removing checkpoints.
 
@@ -331,7 +331,7 @@ class CheckpointStore(Catalogue):
             for checkpoint in taken:
                 self.put_back(checkpoint.id)
         if self.going_bytes:
-            await self._write(lambda: None)
+            await self.write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def note(tokens: TokenIds | None) -> None:
@@ -341,4 +341,4 @@ class CheckpointStore(Catalogue):
             self.on_removal(checkpoint, tokens, reason)
 
         work = partial(self._directory.remove, checkpoint)
-        await self._write(work, then=note, otherwise=partial(self.put_back, checkpoint.id))
+        await self.write(work, then=note, otherwise=partial(self.put_back, checkpoint.id))

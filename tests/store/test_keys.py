@@ -1,8 +1,11 @@
 """What the tenants of a directory are called: who guesses a key cannot tell it from an export."""
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import xxhash
@@ -10,8 +13,10 @@ import xxhash
 from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
 from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault
+from proxy.servers import attach
+from proxy.serving.tenants import note_tenant
 from proxy.store.directory import SECRET_NAME
-from proxy.store.known_models import known_namespaces, namespaces_name, tenants_name
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, tenants_name
 from proxy.store.offline import export_checkpoints, import_checkpoints, open_offline, read_records
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import new_state, opened, run_of
@@ -102,3 +107,33 @@ async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
                 import_checkpoints(store, file, nothing)
     with opened(second) as opened_store:
         assert not has_secret or n_found(opened_store) == (1, 1)
+
+
+async def test_models_and_tenants_that_are_met_at_the_same_time_are_all_known(
+    store: CheckpointStore,
+) -> None:
+    canaries = [[(5, -0.5)], [(6, -0.5)], [(6, -0.505)]]
+    process: Any = SimpleNamespace(store=store)
+    first, *others = await asyncio.gather(
+        *(attach._namespace(process, "static", canary, "coder") for canary in canaries)
+    )
+    assert first not in others and len({*others}) == 1, "the last two are alike"
+    known = known_namespaces(store.index, "static")
+    assert {Namespace(each.id) for each in known} == {first, *others}
+
+    def meet(tenant: bytes) -> Coroutine[Any, Any, None]:
+        here: Any = SimpleNamespace(
+            tier=None,
+            tenants=set(),
+            is_one_tenant=False,
+            has_ram_cache=False,
+            can_cache=True,
+            model_namespace=MODEL,
+            store=store,
+            tenant_here=lambda tenant: tenant,
+        )
+        request: Any = SimpleNamespace(tenant=tenant)
+        return note_tenant(here, request)
+
+    await asyncio.gather(meet(b"ann"), meet(b"bob"))
+    assert known_tenants(store.index, MODEL) == {b"ann", b"bob"}
