@@ -338,10 +338,9 @@ async def _namespace(
 
     def note() -> Namespace:
         known = known_namespaces(index, static)
-        if (chosen := choose_namespace(known, canary)) is None:
-            named = new_namespace(static, canary, name)
-        else:
-            named = msgspec.structs.replace(chosen, name=name)
+        chosen = choose_namespace(known, canary)
+        chosen_or_new = chosen or new_namespace(static, canary, name)
+        named = msgspec.structs.replace(chosen_or_new, name=name)
         if named != chosen:
             others = (each for each in known if each is not chosen)
             index.put_value(namespaces_name(static), [*others, named])

@@ -76,7 +76,8 @@ RULE = "self-test {model} {points} context checkpoints {build}"
 --ctx-checkpoints decide which, on the same build."""
 SIZES = "sizes {model}"
 RATES = "rates {model} {build}"
-_MAX_SIZES = 256
+MAX_SIZES = 256
+"""The size of the next state is guessed from the sizes of so many."""
 _MAX_KEYS = 1024
 _MAX_OTHERS = 16
 """So many other tenants' states are searched for what a request missed."""
@@ -130,7 +131,7 @@ class Process(Services):
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
-    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=MAX_SIZES))
     extending: "WeakSet[Request]" = field(default_factory=WeakSet)
     """Requests that were sent before anybody looked whether this process still runs."""
     settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)

@@ -54,7 +54,7 @@ from proxy.llama.state_edits import (
     repair_window,
     select_context_checkpoints,
 )
-from proxy.serving.process import Process
+from proxy.serving.process import MAX_SIZES, Process
 from proxy.store.files import FileStamp, StateFiles, final_name_of, id_of
 
 
@@ -105,10 +105,6 @@ _GUESS_BYTES = 256 << 20
 half of the bytes that are free or may be written. The file then tells the real size."""
 _MOST_SHARE = 2
 """An extrapolated size reserves no more than this part of the budget. The file then tells the real size."""
-
-
-_N_SIZES = 256
-"""The size of the next state is guessed from the sizes of so many."""
 
 
 class Room:
@@ -328,7 +324,7 @@ class Room:
     def _sizes(self) -> list[StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""
         ours = self._present().rates_by
-        newest = self._process.store.newest(_N_SIZES - len(self._process.sizes))
+        newest = self._process.store.newest(MAX_SIZES - len(self._process.sizes))
         stored = (c for c in newest if not ours or c.namespace in ours)
         return [
             *self._process.sizes,

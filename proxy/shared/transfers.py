@@ -255,11 +255,10 @@ class Uploads:
 
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
+        remote = self._remote
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._remote.is_failing("upload") and (
-                    self._is_busy or await self._next()
-                ):
+                while not remote.is_failing("upload") and (self._is_busy or await self._next()):
                     self._wake.set()
                     await asyncio.sleep(0.02)
 

@@ -343,9 +343,6 @@ class Catalogue:
             self._in_use[checkpoint.id] -= 1
             self._in_use += Counter()  # drops zeros
 
-    def is_in_use(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.id in self._in_use
-
     def quarantine(self, checkpoint: Checkpoint) -> None:
         """Do not use a checkpoint again while this process runs; eviction takes it first."""
         self._quarantined.add(checkpoint.id)

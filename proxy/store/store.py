@@ -273,16 +273,15 @@ class CheckpointStore(Catalogue):
             self.note_devalued(hashes)
             self.note_read(checkpoint)
             self.writes.release(temporary_name_of(checkpoint.file_name))
-            if is_damaged():  # since the writing began
+            if is_damaged():
                 self.quarantine(checkpoint)
 
         def is_damaged() -> bool:
             return not self._damaged.isdisjoint(checkpoint.ancestors)
 
-        if not is_damaged():
-            newer = self._newer()
-            work = partial(self._directory.commit, (checkpoint, tokens, hashes), newer)
-            await self.write(work, then=enter)
+        newer = self._newer()
+        work = partial(self._directory.commit, (checkpoint, tokens, hashes), newer)
+        await self.write(work, then=enter)
         if is_damaged():
             await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault("what the slot was restored from is damaged")
@@ -313,7 +312,7 @@ class CheckpointStore(Catalogue):
             return False
         if reason is not Removal.BROKEN:
             is_kept = current.is_pinned and reason is not Removal.OPERATOR
-            if is_kept or self.is_in_use(checkpoint):
+            if is_kept or checkpoint.id in self._in_use:
                 return False
         await self._remove([current], reason)
         return True
