@@ -442,6 +442,8 @@ class Process(Services):
             note_quarantined(self.everywhere, self.store.quarantined)
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
+            if self.tier:
+                self.tier.uploads.refuse(checkpoint)
         return True
 
     def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:

@@ -239,19 +239,28 @@ class Uploads:
             self._wake.set()
 
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
-        """Delete a state that this proxy has put there once it is needless, refused or not wanted here.
+        """Delete a state that this proxy has put there once it is needless or not wanted here.
 
         One that only had to make room stays there: that is what the shared store is for.
         """
-        is_over = reason in (Removal.SUPERSEDED, Removal.OPERATOR) or checkpoint.quarantine
-        if is_over and checkpoint.id == self._uploading:
-            self._uploading = None
         if checkpoint.quarantine:
-            self._remote.refused.add(checkpoint.shared_id)
-        if is_over and checkpoint.shared_id:
-            if objects.writer_of(checkpoint.shared_id) == self._remote.writer:
-                self._outdated.append(checkpoint)
-                self._wake.set()
+            self.refuse(checkpoint)
+        elif reason in (Removal.SUPERSEDED, Removal.OPERATOR):
+            self._withdraw(checkpoint)
+
+    def refuse(self, checkpoint: Checkpoint) -> None:
+        """Neither fetch a quarantined state again nor let other machines fetch it from here."""
+        checkpoint = self._store.get(checkpoint.id) or checkpoint  # uploaded since
+        self._remote.refused.add(checkpoint.shared_id)
+        self._withdraw(checkpoint)
+
+    def _withdraw(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.id == self._uploading:
+            self._uploading = None
+        is_there = bool(checkpoint.shared_id)
+        if is_there and objects.writer_of(checkpoint.shared_id) == self._remote.writer:
+            self._outdated.append(checkpoint)
+            self._wake.set()
 
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""

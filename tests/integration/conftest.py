@@ -32,6 +32,7 @@ SETTINGS = (
     "admin_token_file",
     "explain_keep",
     "has_salts",
+    "shared_store",
 )
 
 

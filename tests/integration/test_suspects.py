@@ -1,11 +1,14 @@
 """llama-server dies over a saved state, or over a request: neither is tried for ever."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proxy.core.model import Checkpoint
 from proxy.servers import server as lifecycle
+from proxy.shared.transfers import Uploads
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question, text
@@ -73,6 +76,22 @@ async def test_quarantine_outlives_the_proxy_and_ends_with_the_checkpoint(
         async with rig.client.delete(rig.admin_url + path) as reply:
             assert reply.status == 200
         assert await rig.reasons() == []
+
+
+async def test_quarantined_state_is_taken_from_other_machines_at_once(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = list[str]()
+
+    def note(_: Uploads, checkpoint: Checkpoint) -> None:
+        refused.append(f"{checkpoint.id:016x}")
+
+    monkeypatch.setattr(Uploads, "refuse", note)
+    async with start_rig(n_slots=1, shared_store=f"url = file://{tmp_path / 'shared'}") as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at["restore"] = 1
+        await rig.chat("a")
+        assert refused == [_id_of_quarantined(rig)]
 
 
 async def test_stream_whose_server_dies_before_the_first_token_goes_on_in_the_same_answer(
