@@ -339,8 +339,8 @@ async def _namespace(
     def note() -> Namespace:
         known = known_namespaces(index, static)
         chosen = choose_namespace(known, canary)
-        chosen_or_new = chosen or new_namespace(static, canary, name)
-        named = msgspec.structs.replace(chosen_or_new, name=name)
+        named = chosen or new_namespace(static, canary, name)
+        named = msgspec.structs.replace(named, name=name)
         if named != chosen:
             others = (each for each in known if each is not chosen)
             index.put_value(namespaces_name(static), [*others, named])

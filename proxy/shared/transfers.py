@@ -257,18 +257,17 @@ class Uploads:
     def _withdraw(self, checkpoint: Checkpoint) -> None:
         if checkpoint.id == self._uploading:
             self._uploading = None
-        is_there = bool(checkpoint.shared_id)
-        if is_there and objects.writer_of(checkpoint.shared_id) == self._remote.writer:
+        if f"-{self._remote.writer}-" in checkpoint.shared_id:
             self._outdated.append(checkpoint)
             self._wake.set()
 
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
-        remote = self._remote
+        self._wake.set()
+        is_failing = partial(self._remote.is_failing, "upload")
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not remote.is_failing("upload") and (self._is_busy or await self._next()):
-                    self._wake.set()
+                while (self._is_busy or self._wake.is_set()) and not is_failing():  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 
     async def keep_up(self) -> None:
@@ -278,7 +277,7 @@ class Uploads:
             self._wake.clear()
             self._is_busy = True
             try:
-                while (checkpoint := await self._next()) is not None:
+                while checkpoint := await asyncio.to_thread(self._next, self._remote.present()):
                     self._uploading = checkpoint.id
                     with self._remote.trying("upload"):
                         await self._upload(checkpoint)
@@ -294,12 +293,11 @@ class Uploads:
                 self._remote.faults.record("share", error)
             self._is_busy, self._uploading = False, None
 
-    async def _next(self) -> Checkpoint | None:
-        """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over."""
-        # In another thread: thousands may wait, as where the shared store is new.
-        return await asyncio.to_thread(self._best, self._remote.present())
+    def _next(self, present: Present) -> Checkpoint | None:
+        """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over.
 
-    def _best(self, present: Present) -> Checkpoint | None:
+        For another thread: thousands may wait, as where the shared store is new.
+        """
         best, most = None, 0.0
         for checkpoint_id in tuple(self._pending):
             checkpoint = self._store.get(checkpoint_id)

@@ -51,8 +51,6 @@ _SECRET_BYTES = 32
 _ENTERED_AT_ONCE = 100
 """How many entries are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
-_COPIED = {"index", "data.mdb", "data.xxh3", SECRET_NAME}
-"""Of a directory that cannot be written. Whatever else lies there may be large, or a link to anything."""
 _DIGEST_BYTES = 16
 MOST_RECORD_BYTES = 4 << 20
 """No record is longer: it has some 25 bytes for each 16 MiB of its state."""
@@ -192,13 +190,12 @@ class StoreDirectory:
             opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
                 if is_readonly:
-                    copy = opened.enter_context(TemporaryDirectory())
-                    shutil.copytree(
-                        path, copy, ignore=lambda _, names: {*names} - _COPIED, dirs_exist_ok=True
-                    )
-                    path = Path(copy)
-                    for folder in (path, *path.glob("*/")):
-                        folder.chmod(0o700)  # copied folders keep their modes
+                    copy = Path(opened.enter_context(TemporaryDirectory()))
+                    (copy / "index").mkdir()
+                    for name in (SECRET_NAME, "index/data.mdb", "index/data.xxh3"):
+                        with suppress(FileNotFoundError):
+                            shutil.copyfile(path / name, copy / name)
+                    path = copy
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)

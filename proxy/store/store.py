@@ -294,9 +294,8 @@ class CheckpointStore(Catalogue):
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
         self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
-        release = partial(self.writes.release, temporary_name)
-        work = partial(self.files.remove, temporary_name)
-        await self.write(work, then=lambda _: release(), otherwise=release)
+        self.writes.release(temporary_name)
+        await self.write(partial(self.files.remove, temporary_name))
 
     # Removing checkpoints.
 
