@@ -443,7 +443,7 @@ class Process(Services):
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
             if self.tier:
-                self.tier.uploads.refuse(checkpoint)
+                self.tier.uploads.withdraw(checkpoint)
         return True
 
     def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:

@@ -243,18 +243,14 @@ class Uploads:
 
         One that only had to make room stays there: that is what the shared store is for.
         """
+        if checkpoint.quarantine or reason in (Removal.SUPERSEDED, Removal.OPERATOR):
+            self.withdraw(checkpoint)
+
+    def withdraw(self, checkpoint: Checkpoint) -> None:
+        """Delete a state that this proxy has put there; a quarantined one is not fetched again either."""
+        checkpoint = self._store.get(checkpoint.id) or checkpoint  # uploaded or quarantined since
         if checkpoint.quarantine:
-            self.refuse(checkpoint)
-        elif reason in (Removal.SUPERSEDED, Removal.OPERATOR):
-            self._withdraw(checkpoint)
-
-    def refuse(self, checkpoint: Checkpoint) -> None:
-        """Neither fetch a quarantined state again nor let other machines fetch it from here."""
-        checkpoint = self._store.get(checkpoint.id) or checkpoint  # uploaded since
-        self._remote.refused.add(checkpoint.shared_id)
-        self._withdraw(checkpoint)
-
-    def _withdraw(self, checkpoint: Checkpoint) -> None:
+            self._remote.refused.add(checkpoint.shared_id)
         if checkpoint.id == self._uploading:
             self._uploading = None
         if f"-{self._remote.writer}-" in checkpoint.shared_id:

@@ -86,7 +86,7 @@ async def test_quarantined_state_is_taken_from_other_machines_at_once(
     def note(_: Uploads, checkpoint: Checkpoint) -> None:
         refused.append(f"{checkpoint.id:016x}")
 
-    monkeypatch.setattr(Uploads, "refuse", note)
+    monkeypatch.setattr(Uploads, "withdraw", note)
     async with start_rig(n_slots=1, shared_store=f"url = file://{tmp_path / 'shared'}") as rig:
         await save_a(rig)
         rig.server.faults.dies_at["restore"] = 1

@@ -323,7 +323,7 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         await b.store.remove(fetched, Removal.BUDGET)
         assert list(b.tier.remote.find(OURS, tokens)) == [], "it would end llama-server again"
         await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
-        a.tier.uploads.refuse(saved)  # as long as it is there, it ends those of other machines
+        a.tier.uploads.withdraw(saved)  # as long as it is there, it ends those of other machines
         await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
         await a.store.remove(saved, Removal.BUDGET)
 
