@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,3 +298,13 @@ async def test_time_to_first_token_is_measured_of_streams_only(start_rig: StartR
         body = {"messages": question("b"), "stream": True}
         assert (await rig.post(CHAT, body)).status == 200
         await until(lambda: rig.sample("first_token_seconds_count", outcome="miss") == 1)
+
+
+async def test_shared_store_without_an_index_is_told_and_keeps_nobody_from_caching(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    (tmp_path / "slots" / "shared-index").write_text("no directory")
+    async with start_rig(n_slots=1, shared_store=f"url = file://{tmp_path / 'shared'}") as rig:
+        assert await rig.reasons() == ["shared store away"]
+        await rig.chat("a")
+        assert (await rig.chat("a")).n_reused > 300

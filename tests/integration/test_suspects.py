@@ -91,6 +91,7 @@ async def test_quarantined_state_is_taken_from_other_machines_at_once(
         await save_a(rig)
         rig.server.faults.dies_at["restore"] = 1
         await rig.chat("a")
+        await until(lambda: refused)
         assert refused == [_id_of_quarantined(rig)]
 
 
