@@ -39,6 +39,8 @@ class StateFiles:
         """If the directory *is_readonly*, nothing in it is written or deleted."""
         self.directory, self.is_readonly = directory, is_readonly
         self.most_reserved_bytes = 2 << 30
+        self.is_closed = False
+        """Whether threads that read a file stop: the proxy waits for them when it ends."""
 
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
@@ -135,6 +137,8 @@ class StateFiles:
             for n_bytes in sizes:
                 digest, end = xxhash.xxh3_128(), offset + n_bytes
                 while offset < end:
+                    if self.is_closed:
+                        raise StoreFault("the store is closed")
                     n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if not n_read:
                         break
@@ -254,6 +258,7 @@ class Verification:
 
     def close(self) -> None:
         """Stop reading."""
+        self._files.is_closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def is_done(self, checkpoint: Checkpoint) -> bool:
