@@ -466,29 +466,26 @@ class CachedRequest:
     def _confirm(self) -> None:
         """Compare the reuse with the plan."""
         process, account, start = self._process, self._account, self._plan.start
-        if account.n_restored and not account.is_ineffective_restore:
-            process.recover(DegradationKind.RESTORES_NOT_REUSED)
         if account.is_ineffective_restore and start.restored:
-            self._quarantine(start.restored.checkpoint, start.n_reused)
+            self._blame(start.restored.checkpoint)
+        elif account.n_restored:
+            process.recover(DegradationKind.RESTORES_NOT_REUSED)
         # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
         if account.is_drift and not process.clears_idle_slots:
             process.metrics.drift.inc()
         if account.is_short:
             process.metrics.live_reuse_short.inc()
 
-    def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
-        """Quarantine a checkpoint whose restore was not reused as the rule says."""
+    def _blame(self, checkpoint: Checkpoint) -> None:
+        """Quarantine a checkpoint if the process that restored it did not reuse it as the rule says."""
         process, account = self._process, self._account
-        if process.queue.is_closed:  # the process that restored it did not answer
-            account.failure = Cause.RESTART
-            return
-        account.failure = Cause.RESTORE_NOT_REUSED
-        process.degrade(
-            DegradationKind.RESTORES_NOT_REUSED,
-            f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}",
-        )
-        process.metrics.restore_ineffective.inc()
-        process.blame(checkpoint, account.failure)
+        account.failure = Cause.RESTART if process.queue.is_closed else Cause.RESTORE_NOT_REUSED
+        if not process.queue.is_closed:
+            n_expected = self._plan.start.n_reused
+            told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
+            process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)
+            process.metrics.restore_ineffective.inc()
+            process.blame(checkpoint, account.failure)
 
     def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
         """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""

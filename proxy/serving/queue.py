@@ -277,22 +277,18 @@ class SlotQueue:
         self._has_come_free |= bool(slot_ids)
         self.reconsider()
 
-    def let_go(self) -> bool:
-        """Send the first waiting request to another llama-server with a free slot; False if none waits."""
-        for waiting in tuple(self._waiting):
-            self._waiting.remove(waiting)
-            if not waiting.granted.done():
-                waiting.granted.set_exception(FreeElsewhere())
-                return True
-        return False
+    def let_go(self) -> None:
+        """Send the first waiting request, if there is one, to another llama-server with a free slot."""
+        while self._waiting:
+            if not (granted := self._waiting.popleft().granted).done():
+                return granted.set_exception(FreeElsewhere())
 
     def close(self) -> None:
         """Refuse all waiting requests; leases that are still held do no harm."""
         self.is_closed = True
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.granted.done():
-                waiting.granted.set_exception(replaced())
+            if not (granted := self._waiting.popleft().granted).done():
+                granted.set_exception(replaced())
 
     def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:

@@ -1,4 +1,4 @@
-"""The state files under --slot-save-path: their names, their sizes, and which of them were verified.
+"""The files under --slot-save-path: their names and sizes, their seals, and which states were verified.
 
 llama-server writes a file under a temporary name; the proxy checks, syncs and renames it. Only files with
 names made by this module are ever touched: other files in the directory are not ours.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import file_digest
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -199,6 +200,21 @@ def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def seal(file: Path) -> None:
+    """Write the checksum of a file that nobody writes now beside the file; raises OSError."""
+    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
+        sealed.write(f"{digest_of(file)}\n".encode())
+
+
+def seal_of(file: Path) -> Path:
+    return file.with_suffix(".xxh3")
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as data:  # not mapped
+        return file_digest(data, xxhash.xxh3_128).hexdigest()
 
 
 def sync_names(directory: Path) -> None:

@@ -145,7 +145,9 @@ async def test_broken_stream_ends_in_an_event_of_its_own(
     assert events[-2].startswith(b'data: {"error"') and not events[-1]
 
 
-@pytest.mark.parametrize("half", [TOKEN[:20], TOKEN[:-1], b": a com"], ids=["data", "event", "comment"])
+@pytest.mark.parametrize(
+    "half", [TOKEN[:20], TOKEN[:-1], b": a com"], ids=["data", "event", "comment"]
+)
 async def test_error_stands_apart_from_half_of_the_first_event(
     ask: Ask, upstream: Upstream, half: bytes
 ) -> None:

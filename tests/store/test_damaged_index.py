@@ -22,7 +22,8 @@ from proxy.core.model import (
 )
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.errors import IndexDamaged, StoreFault
-from proxy.store.index import Index, seal_of, sound_file
+from proxy.store.files import seal_of
+from proxy.store.index import Index, sound_file
 from proxy.store.known_models import namespaces_name, owners, read_index, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
