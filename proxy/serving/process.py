@@ -420,7 +420,7 @@ class Process(Services):
         return not (await self.is_current() and await self.is_current())
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
-        """Quarantine a checkpoint that this process, and no later one, did not restore as the rule says."""
+        """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
         get_logger("cache").warning(f"quarantined: {cause}", files=[checkpoint.file_name])
         self.n_contradictions += 1
         self.store.quarantine(checkpoint)

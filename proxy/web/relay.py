@@ -246,8 +246,8 @@ class Exchange:
         """Tell the client that llama-server went away in the middle of its answer.
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
-        where a cut connection makes some of them continue from half an answer. Unless the stream *is_over*,
-        its client got neither a token nor half an event, and can wait on in it: this raises ServerAway.
+        where a cut connection makes some of them continue from half an answer. Raises ServerAway unless the
+        stream *is_over*: a client that got neither a token nor half an event can wait on in its stream.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
         if not _is_of_type(self._answer, _EVENTS):
