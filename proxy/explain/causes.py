@@ -130,7 +130,7 @@ class Cause(StrEnum):
     Raise `max_store_bytes`, or pin the checkpoint.
     """
     RESTART = "slot lost by a restart"
-    """The slot that held it was lost when llama-server restarted, and no file had it.
+    """The slot that held it was lost when llama-server restarted.
 
     Lower `idle_save_seconds`; stop llama-server after the proxy, or start it by `run`.
     """

@@ -131,8 +131,12 @@ class CachedRequest:
                 ended = "llama-server ended before it answered"
                 raise ServerAway(ended, was_sent="no", has_ended=True) from error
             raise
+        if answer.timings is not None:
+            self._account.add(answer.timings)
         if self._extended:
             self._settle_later(answer)
+        elif self._account.is_ineffective_restore:
+            self._lease.hand_over(process.tasks.start(self._settle_in_doubt(answer)))
         else:
             self._settle_safely(answer)
 
@@ -369,6 +373,11 @@ class CachedRequest:
         self._account.plan = plan_extension(prompt, process.rule, slot, process.rates)
         self._account.n_prompt = prompt.n_tokens
 
+    async def _settle_in_doubt(self, answer: Answer) -> None:
+        """Settle a request whose restore was not reused: a new process may have answered unnoticed."""
+        await self._process.has_ended()
+        self._settle_safely(answer)
+
     def _settle_safely(self, answer: Answer) -> None:
         try:
             self._settle(answer)
@@ -410,7 +419,6 @@ class CachedRequest:
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             return unknown
-        account.add(timings)
         n_prompt = timings.cache_n + timings.prompt_n
         if prompt.goes_on and n_prompt > prompt.n_tokens:
             account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
@@ -458,36 +466,26 @@ class CachedRequest:
     def _confirm(self) -> None:
         """Compare the reuse with the plan."""
         process, account, start = self._process, self._account, self._plan.start
-        if account.n_restored and not account.is_ineffective_restore:
-            process.recover(DegradationKind.RESTORES_NOT_REUSED)
         if account.is_ineffective_restore and start.restored:
-            self._quarantine(start.restored.checkpoint, start.n_reused)
+            self._blame(start.restored.checkpoint)
+        elif account.n_restored:
+            process.recover(DegradationKind.RESTORES_NOT_REUSED)
         # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
         if account.is_drift and not process.clears_idle_slots:
             process.metrics.drift.inc()
         if account.is_short:
             process.metrics.live_reuse_short.inc()
 
-    def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
-        """Quarantine a checkpoint whose restore was not reused as the rule says."""
+    def _blame(self, checkpoint: Checkpoint) -> None:
+        """Quarantine a checkpoint if the process that restored it did not reuse it as the rule says."""
         process, account = self._process, self._account
-        process.degrade(
-            DegradationKind.RESTORES_NOT_REUSED,
-            f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}",
-        )
-        process.metrics.restore_ineffective.inc()
-        account.failure = Cause.RESTORE_NOT_REUSED
-        process.n_contradictions += 1
+        account.failure = Cause.RESTART if process.queue.is_closed else Cause.RESTORE_NOT_REUSED
         if not process.queue.is_closed:
-            process.store.quarantine(checkpoint)
-            process.note_loss(checkpoint, Cause.RESTORE_NOT_REUSED)
-        get_logger("cache").warning(
-            "a restore was not reused: the checkpoint is quarantined",
-            id=self._request.id,
-            expected=n_expected,
-            confirmed=account.n_reused,
-            file=checkpoint.file_name,
-        )
+            n_expected = self._plan.start.n_reused
+            told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
+            process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)
+            process.metrics.restore_ineffective.inc()
+            process.blame(checkpoint, account.failure)
 
     def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
         """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""

@@ -344,7 +344,7 @@ class Process(Services):
         *waited_seconds* were spent on verification, which reads the file from the disk.
         """
         self.require_alive()
-        checkpoint, namespace = restored.checkpoint, restored.checkpoint.namespace
+        checkpoint = restored.checkpoint
         if self.store.is_quarantined(checkpoint):  # since the plan was made
             raise StoreFault(f"{checkpoint.file_name} is quarantined")
         tokens = self.store.index.tokens(checkpoint.id)
@@ -364,10 +364,9 @@ class Process(Services):
             raise
         except UpstreamFault as fault:
             self.metrics.restores.labels("refused").inc()
-            if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
-                self.n_contradictions += 1
-                self.store.quarantine(checkpoint)
-                self.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
+            is_contradiction = isinstance(fault, UpstreamRefused) and fault.status in (200, 400)
+            if is_contradiction and not await self.has_ended():
+                self.blame(checkpoint, Cause.RESTORE_REFUSED)
             raise
         self.metrics.restores.labels("done").inc()
         self.metrics.restored_bytes.inc(checkpoint.size_bytes)
@@ -418,6 +417,13 @@ class Process(Services):
         A look that was under way may have begun before the failure, so there are two.
         """
         return not (await self.is_current() and await self.is_current())
+
+    def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
+        """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
+        get_logger("cache").warning(f"quarantined: {cause}", files=[checkpoint.file_name])
+        self.n_contradictions += 1
+        self.store.quarantine(checkpoint)
+        self.note_loss(checkpoint, cause)
 
     async def quarantine_suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> bool:
         """Quarantine the checkpoints that may have ended llama-server; return whether there are any.

@@ -138,7 +138,8 @@ class SlotQueue:
         self._choosing = Turns(self.reconsider)
         self._expected: list[ExpectedState] = []
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
-        """Called when a slot has come free and no request here waits for it."""
+        """Called once when slots have come free and no request here waits for one."""
+        self._has_come_free = False
         self.is_closed = False
         """Whether llama-server has been replaced: nothing may be saved or restored any more."""
 
@@ -234,7 +235,15 @@ class SlotQueue:
         self.reconsider()
 
     def reconsider(self) -> None:
-        """Grant free slots to waiting requests, in arrival order with a bounded number of overtakes."""
+        """Grant free slots to waiting requests; if none waits, tell `on_idle` of slots that came free."""
+        self._grant()
+        if self._has_come_free and not (self._waiting or self.is_placing or self.is_closed):
+            self._has_come_free = False
+            if self.table.free():
+                self.on_idle(self)
+
+    def _grant(self) -> None:
+        """Grant free slots in arrival order, with a bounded number of overtakes."""
         declined: list[_Waiting] = []
         for waiting in tuple(self._waiting):
             if self.is_placing:
@@ -252,7 +261,7 @@ class SlotQueue:
                 overtaken.n_passes -= 1
             self._waiting.remove(taker)
             if taker is not waiting:
-                return self.reconsider()
+                return self._grant()
             if any(overtaken.n_passes == 0 for overtaken in declined):
                 return
 
@@ -265,27 +274,21 @@ class SlotQueue:
             if self._placement not in (None, lease):
                 self.table.lease(slot_id, time.monotonic())
                 self._placement.join(slot_id)
+        self._has_come_free |= bool(slot_ids)
         self.reconsider()
-        is_idle = not self._waiting and not self.is_placing and bool(self.table.free())
-        if slot_ids and is_idle and not self.is_closed:
-            self.on_idle(self)
 
-    def let_go(self) -> bool:
-        """Send the first waiting request to another llama-server with a free slot; False if none waits."""
-        for waiting in tuple(self._waiting):
-            self._waiting.remove(waiting)
-            if not waiting.granted.done():
-                waiting.granted.set_exception(FreeElsewhere())
-                return True
-        return False
+    def let_go(self) -> None:
+        """Send the first waiting request, if there is one, to another llama-server with a free slot."""
+        while self._waiting:
+            if not (granted := self._waiting.popleft().granted).done():
+                return granted.set_exception(FreeElsewhere())
 
     def close(self) -> None:
         """Refuse all waiting requests; leases that are still held do no harm."""
         self.is_closed = True
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.granted.done():
-                waiting.granted.set_exception(replaced())
+            if not (granted := self._waiting.popleft().granted).done():
+                granted.set_exception(replaced())
 
     def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:

@@ -1,4 +1,4 @@
-"""The state files under --slot-save-path: their names, their sizes, and which of them were verified.
+"""The files under --slot-save-path: their names and sizes, their seals, and which states were verified.
 
 llama-server writes a file under a temporary name; the proxy checks, syncs and renames it. Only files with
 names made by this module are ever touched: other files in the directory are not ours.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import file_digest
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -39,6 +40,8 @@ class StateFiles:
         """If the directory *is_readonly*, nothing in it is written or deleted."""
         self.directory, self.is_readonly = directory, is_readonly
         self.most_reserved_bytes = 2 << 30
+        self.is_closed = False
+        """Whether threads that read a file stop: the proxy waits for them when it ends."""
 
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
@@ -135,6 +138,8 @@ class StateFiles:
             for n_bytes in sizes:
                 digest, end = xxhash.xxh3_128(), offset + n_bytes
                 while offset < end:
+                    if self.is_closed:
+                        raise StoreFault("the store is closed")
                     n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if not n_read:
                         break
@@ -197,6 +202,21 @@ def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def seal(file: Path) -> None:
+    """Write the checksum of a file that nobody writes now beside the file; raises OSError."""
+    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
+        sealed.write(f"{digest_of(file)}\n".encode())
+
+
+def seal_of(file: Path) -> Path:
+    return file.with_suffix(".xxh3")
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as data:  # not mapped
+        return file_digest(data, xxhash.xxh3_128).hexdigest()
+
+
 def sync_names(directory: Path) -> None:
     """Make the file names in a directory durable; raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
@@ -254,6 +274,7 @@ class Verification:
 
     def close(self) -> None:
         """Stop reading."""
+        self._files.is_closed = True
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def is_done(self, checkpoint: Checkpoint) -> bool:

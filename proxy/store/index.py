@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from hashlib import file_digest
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 import msgspec
-import xxhash
 
 from proxy.core.eviction import first_score
 from proxy.core.model import Checkpoint, CheckpointId
@@ -35,7 +33,7 @@ from proxy.core.tokens import (
     tokens_from_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault, in_words
-from proxy.store.files import is_state_name, replacing, sync_names
+from proxy.store.files import digest_of, is_state_name, seal, seal_of, sync_names
 
 T = TypeVar("T")
 
@@ -434,24 +432,9 @@ def sound_file(path: Path, copy: Path) -> Path:
     except (OSError, ValueError):
         _copy_apart(path, copy)
         return copy
-    if sealed != _digest(file):
+    if sealed != digest_of(file):
         raise IndexDamaged(path, "its content is not what was written")
     return file
-
-
-def seal(file: Path) -> None:
-    """Write the checksum beside a closed file; raises OSError."""
-    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
-        sealed.write(f"{_digest(file)}\n".encode())
-
-
-def seal_of(file: Path) -> Path:
-    return file.with_suffix(".xxh3")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as data:  # not mapped
-        return file_digest(data, xxhash.xxh3_128).hexdigest()
 
 
 def _copy_apart(path: Path, copy: Path) -> None:

@@ -30,7 +30,7 @@ class Exchange:
     `path` is the client's, as a llama-server would see it. `tell` returns the header and the diagnostics
     that go with the answer to a generation. `answering` is set when the first token comes. `is_answered`
     says that llama-server's answer, or its error, has come to its end. `_answer` is the answer that is
-    relayed now, `_reader` reads it.
+    relayed now, `_reader` reads it. `_is_in_event` says that the client's last bytes may be half an event.
     """
 
     _answer: Reply | aiohttp.ClientResponse
@@ -46,6 +46,7 @@ class Exchange:
         self._told = Told()
         self.is_answered = False
         self._has_begun = False
+        self._is_in_event = False
         self.answering = asyncio.Event()
         self._first_token_at: float | None = None
 
@@ -149,7 +150,7 @@ class Exchange:
                 task.uncancel()
         except aiohttp.ClientError as error:
             if not (reader.is_complete and _is_of_type(answer, _EVENTS)):
-                await self._break_off(error, has_token=reader.has_token)
+                await self._break_off(error, is_over=reader.has_token or self._is_in_event)
                 return Answer(answer.status, None, self._first_token_at, is_broken=True)
             await self.writer.end()
         self.is_answered = True
@@ -199,6 +200,7 @@ class Exchange:
             chunk = b""
         try:
             if passed_on:
+                self._is_in_event = not passed_on.endswith(b"\n\n")
                 self.writer.write(passed_on)
         finally:
             self._read(chunk)
@@ -240,18 +242,18 @@ class Exchange:
         await response.prepare(client)
         return response
 
-    async def _break_off(self, error: Exception, *, has_token: bool) -> None:
+    async def _break_off(self, error: Exception, *, is_over: bool) -> None:
         """Tell the client that llama-server went away in the middle of its answer.
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
-        where a cut connection makes some of them continue from half an answer. A client that got no token
-        of a stream can wait on in it: then this raises ServerAway.
+        where a cut connection makes some of them continue from half an answer. Raises ServerAway unless the
+        stream *is_over*: a client that got neither a token nor half an event can wait on in its stream.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
         if not _is_of_type(self._answer, _EVENTS):
             if self.client.transport is not None:
                 self.client.transport.close()
-        elif has_token:
+        elif is_over:
             self.writer.write(b"\n\n" + error_event(self.path, ServerAway(told)))
             await self.writer.end()
         else:

@@ -22,7 +22,8 @@ from pathlib import Path
 from proxy.__main__ import main as proxy_main
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes, token_ids
-from proxy.store.index import Index, seal_of, sound_file
+from proxy.store.files import seal_of
+from proxy.store.index import Index, sound_file
 from tests.store.conftest import new_state, opened, run_of
 from tests.store.damage import (
     flipped,

@@ -52,7 +52,7 @@ class Faults:
     """A slot action whose client is gone when it is let on is not done."""
     dies_at: dict[str, int] = field(default_factory=dict)
     """Die at a place so many times, and be back at once. A client's own generation is an `answer` before it
-    begins, and a `stream` once its headers are sent."""
+    begins, a `stream` once its headers are sent, and an `event` once half of its first event is."""
     dies_after_chunks: int | None = None
     """Close the connection of a stream after so many chunks, of another answer half-way."""
     chunk_seconds: float = 0.0

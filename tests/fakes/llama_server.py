@@ -451,6 +451,11 @@ class FakeLlamaServer:
                     await gate.arrive()
                 if _is_gone(request):
                     break
+                if self.faults.dies_at.get("event"):
+                    await response.write(event[: len(event) // 2])
+                    await asyncio.sleep(_LOOK_SECONDS)  # the proxy passes it on
+                    self._dies("event")
+                    return _cut(request)
                 await response.write(event)
                 n_sent += 1
                 self.n_chunks_sent += 1

@@ -145,6 +145,19 @@ async def test_broken_stream_ends_in_an_event_of_its_own(
     assert events[-2].startswith(b'data: {"error"') and not events[-1]
 
 
+@pytest.mark.parametrize(
+    "half", [TOKEN[:20], TOKEN[:-1], b": a com"], ids=["data", "event", "comment"]
+)
+async def test_error_stands_apart_from_half_of_the_first_event(
+    ask: Ask, upstream: Upstream, half: bytes
+) -> None:
+    upstream.parts, upstream.end = [EVENTS + CHUNKED, chunk(half)], "reset"
+    async with ask() as answer:
+        begun, last, end = (await answer.read()).split(b"\n\n")
+    assert (begun, end) == (half.strip(), b"")
+    assert last.strip().startswith(b'data: {"error"')
+
+
 @pytest.mark.parametrize("end", ["reset", "close"])
 async def test_stream_is_whole_with_its_last_event(ask: Ask, upstream: Upstream, end: str) -> None:
     upstream.parts, upstream.end = [EVENTS + CHUNKED, chunk(TOKEN), chunk(DONE)], end

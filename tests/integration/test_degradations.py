@@ -121,6 +121,7 @@ async def test_restore_that_is_not_reused_is_named_until_one_is(start_rig: Start
             await rig.settled()
         rig.server.faults.restores_are_inert = True
         await rig.chat("a")
+        await rig.settled()
         assert await rig.reasons() == ["restores not reused"]
         rig.server.faults.restores_are_inert = False
         await rig.settled()

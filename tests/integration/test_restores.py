@@ -1,6 +1,7 @@
 """Restores that go wrong: the request is evaluated from what is left, the checkpoint is judged fairly."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from proxy.servers import background
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, hang_up, question
+from tests.integration.rig import Rig, hang_up, question, text
 from tests.lab.waiting import until
 
 FULL_PROMPT = 309
@@ -70,7 +71,7 @@ async def test_ineffective_restore_quarantines_the_checkpoint(start_rig: StartRi
         rig.server.faults.refuse["save"] = 500
         reply = await rig.chat("a")
         assert (reply.status, reply.n_reused) == (200, 0)
-        assert rig.sample("restore_ineffective_total") == 1
+        await until(lambda: rig.sample("restore_ineffective_total") == 1)
         assert rig.sample("requests_total", outcome="degraded") == 0
         await displace(rig, "c")
         n_restores = len(rig.server.seen_at("restore"))
@@ -88,7 +89,50 @@ async def test_ineffective_restore_before_a_stop_is_noticed(start_rig: StartRig)
         more = {"role": "user", "content": "".join(f" more{i}" for i in range(200))}
         reply = await rig.chat([*question("a"), said, more])
         assert reply.status == 200
-        assert rig.sample("restore_ineffective_total") == 1
+        await until(lambda: rig.sample("restore_ineffective_total") == 1)
+
+
+@pytest.mark.parametrize(
+    ("memory", "n_words"),
+    [(Memory.ANY_PREFIX, 200), (Memory.RESTORE_POINTS, 2500)],
+    ids=["send", "stop"],
+)
+@pytest.mark.parametrize("is_restored", [True, False], ids=["after", "before"])
+async def test_checkpoint_is_not_blamed_for_a_restart_that_nobody_noticed(
+    start_rig: StartRig,
+    monkeypatch: pytest.MonkeyPatch,
+    is_restored: bool,
+    memory: Memory,
+    n_words: int,
+) -> None:
+    async with start_rig(n_slots=1, memory=memory) as rig:
+        first = await rig.chat("a")
+        await displace(rig)
+        process = await rig.settled()
+        await rig.unwatched(monkeypatch)
+        restore = process.restore
+
+        async def restart(*given: Any) -> None:
+            if is_restored:
+                await restore(*given)
+            rig.server.replace_process()
+            if not is_restored:  # the new process has other flags, and refuses
+                rig.server.faults.refuse["restore"] = 400
+                try:
+                    await restore(*given)
+                finally:
+                    rig.server.faults.refuse.clear()
+
+        monkeypatch.setattr(process, "restore", restart)
+        said = first.content["choices"][0]["message"]
+        more = {"role": "user", "content": text("more", n_words)}
+        await rig.chat([*question("a"), said, more])
+        rig.running.server.poke()
+        await rig.settled()
+        store = rig.running.store
+        assert store is not None and not any(map(store.is_quarantined, store))
+        assert rig.sample("restore_ineffective_total") == 0
+        assert rig.sample("restores_total", result="done") == 1
 
 
 async def test_restore_that_never_answers_degrades(

@@ -107,6 +107,21 @@ async def test_stream_whose_server_dies_before_the_first_token_goes_on_in_the_sa
         assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)
 
 
+async def test_stream_whose_server_dies_within_the_first_event_is_not_tried_again(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at["event"] = 1
+        n_before = len(rig.requests_seen())
+        reply = await rig.post(CHAT, {"messages": question("a"), "stream": True})
+        begun, last, end = reply.body.split(b"\n\n")
+        assert begun.startswith(b'data: {"choices"') and end == b""
+        assert b"went away in mid-answer" in last
+        assert len(rig.requests_seen()) == n_before + 1
+        assert (await rig.chat("a")).n_reused
+
+
 async def test_state_that_llama_server_dies_over_at_a_stop_is_quarantined(
     start_rig: StartRig,
 ) -> None:

@@ -22,7 +22,8 @@ from proxy.core.model import (
 )
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.errors import IndexDamaged, StoreFault
-from proxy.store.index import Index, seal_of, sound_file
+from proxy.store.files import seal_of
+from proxy.store.index import Index, sound_file
 from proxy.store.known_models import (
     Owner,
     introduce,

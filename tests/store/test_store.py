@@ -337,6 +337,34 @@ async def test_damage_of_any_part_is_found(store: CheckpointStore, damaged: int)
         await use(store, checkpoint)
 
 
+async def test_close_stops_a_verification_in_mid_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_bytes, read, began, go_on = list[int](), os.preadv, threading.Event(), threading.Event()
+
+    def slowly(descriptor: int, buffers: Any, offset: int) -> int:
+        began.set()
+        go_on.wait()
+        n_bytes.append(read(descriptor, buffers, offset))
+        return n_bytes[-1]
+
+    with opened(tmp_path, 1 << 30) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300), content=bytes(64 << 20)))
+    monkeypatch.setattr(os, "preadv", slowly)
+    with opened(tmp_path, 1 << 30) as store:
+        store.verify_soon(checkpoint)
+        await asyncio.to_thread(began.wait)
+        threads = store._verification._threads
+        closing = threading.Thread(target=store._verification.close)
+        closing.start()
+        await until(lambda: threads._shutdown)
+        go_on.set()
+        closing.join()
+    assert sum(n_bytes) <= 1 << 20
+    with opened(tmp_path, 1 << 30) as store:
+        await use(store, checkpoint)
+
+
 async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

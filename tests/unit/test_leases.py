@@ -318,3 +318,49 @@ async def test_slot_that_joins_an_abandoned_placement_is_reserved_with_it() -> N
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert n_free(queue) == 2
+
+
+def calls_of(queue: SlotQueue) -> list[SlotQueue]:
+    """Return a list that grows whenever the queue tells that a slot is left over."""
+    calls: list[SlotQueue] = []
+    queue.on_idle = calls.append
+    return calls
+
+
+async def test_slot_that_came_free_during_a_hold_is_told_when_the_hold_ends() -> None:
+    queue = queue_of(2)
+    idle = calls_of(queue)
+    lease, hold = await queue.lease(any_slot(queue)), await queue.hold()
+    lease.release()
+    assert idle == []
+    hold.end()
+    assert idle == [queue]
+    (await queue.hold()).end()
+    assert idle == [queue]  # no other slot has come free
+
+
+async def test_slot_that_a_request_left_without_is_told() -> None:
+    queue = queue_of(2)
+    idle = calls_of(queue)
+    first, second = await queue.lease(any_slot(queue)), await queue.lease(any_slot(queue))
+    wants_both = await join(queue, both_slots(queue))
+    first.release()
+    assert idle == []
+    wants_both.cancel()
+    await asyncio.wait([wants_both])
+    assert idle == [queue]
+    second.release()
+    assert idle == [queue, queue]
+
+
+async def test_slot_that_a_request_takes_is_not_told() -> None:
+    queue = queue_of(1)
+    idle = calls_of(queue)
+    lease, hold = await queue.lease(any_slot(queue)), await queue.hold()
+    waiting = await join(queue, any_slot(queue))
+    lease.release()
+    hold.end()
+    taken = await soon(waiting)
+    assert idle == []
+    taken.release()
+    assert idle == [queue]
