@@ -48,7 +48,6 @@ from proxy.core.slots import (
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import (
-    CacheFault,
     NoRoom,
     StoreFault,
     UpstreamFault,
@@ -217,7 +216,7 @@ class Process(Services):
             self.degradations.end(*kinds)
 
     @contextmanager
-    def watching(self, kind: DegradationKind, fault_type: type[CacheFault]) -> Iterator[None]:
+    def watching(self, kind: DegradationKind, fault_type: type[Exception]) -> Iterator[None]:
         """Begin a degradation if a fault leaves the block, end it if none does; NoRoom is no failure."""
         try:
             yield

@@ -87,7 +87,7 @@ class SlotSaves:
                 return None
             try:
                 announced = process.queue.announced(displaced_state(process, slot_id))
-                with announced, process.watching(DegradationKind.SAVES_FAIL, CacheFault):
+                with announced, process.watching(DegradationKind.SAVES_FAIL, Exception):
                     async with room.for_slot(before) as name:
                         process.require_alive()
                         before = held = await self._cut_back(slot_id)
