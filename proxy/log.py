@@ -34,7 +34,6 @@ def configure_logging(level: str, log_format: str) -> None:
             _write,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        cache_logger_on_first_use=False,
     )
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
 

@@ -277,9 +277,9 @@ def admin_token_file(settings: Settings) -> Path:
 
 
 def read_admin_token(settings: Settings) -> str | None:
-    """Return the admin listener's token, None if there is no file of it.
+    """Return the admin listener's token, None if there is none beside the states.
 
-    Raises SettingsError if the file is empty or cannot be read.
+    Raises SettingsError if the file cannot be read, or one that was given is empty.
     """
     path = admin_token_file(settings)
     try:
@@ -288,15 +288,15 @@ def read_admin_token(settings: Settings) -> str | None:
         if isinstance(error, FileNotFoundError) and not settings.admin_token_file:
             return None
         raise SettingsError(f"admin_token_file: {in_words(error)}") from error
-    if not token:
+    if not token and settings.admin_token_file:
         raise SettingsError(f"admin_token_file: {path} is empty")
-    return token
+    return token or None
 
 
 def admin_token(settings: Settings) -> tuple[str | None, bool]:
     """Return the token that the admin listener asks for, None for none, and whether it was made now.
 
-    Raises SettingsError if the file is empty or cannot be read.
+    Raises SettingsError as `read_admin_token`.
     """
     if not settings.admin_token_file and is_loopback(split_address(settings.admin)[0]):
         return None, False
@@ -304,6 +304,7 @@ def admin_token(settings: Settings) -> tuple[str | None, bool]:
         return token, False
     token = secrets.token_urlsafe(24)
     with suppress(OSError):  # in a directory that cannot be written the token is not kept
+        admin_token_file(settings).unlink(missing_ok=True)  # the disk was full: it is empty
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(admin_token_file(settings), flags, 0o600), "w") as file:
             file.write(token + "\n")
@@ -314,8 +315,8 @@ def token_to_show(settings: Settings) -> str | None:
     """Return the token to show to a proxy's admin listener, None if there is none.
 
     A token that lies beside the states is shown only to a listener of this machine. A user who may not read
-    it shows none: most such listeners ask for none. Raises SettingsError if the file is empty, or was given
-    and cannot be read.
+    it shows none: most such listeners ask for none. Raises SettingsError if a file that was given is empty,
+    or cannot be read.
     """
     is_here = is_loopback(split_address(reachable(settings.admin))[0])
     may_show = is_here and os.access(admin_token_file(settings), os.R_OK)

@@ -71,8 +71,7 @@ def connect(
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
-    models = server.ask("GET", "/v1/models", dict[str, Any])["data"]
-    model = model or str(models[0]["id"])
+    model = model or str(server.ask("GET", "/v1/models", dict[str, Any])["data"][0]["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}

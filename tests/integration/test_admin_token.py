@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from proxy.__main__ import main
 from proxy.doctor.examination import examine
-from proxy.errors import SettingsError
+from proxy.doctor.findings import findings_of
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
 from tests.integration.conftest import StartRig
@@ -125,8 +125,8 @@ async def test_doctor_asks_the_proxy_with_its_token(start_rig: StartRig, tmp_pat
         wrong.write_text("wrong")
         admin, directory = rig.admin_url.removeprefix("http://"), str(rig.server.directory)
         settings = Settings(slot_save_path=directory, admin=admin, admin_token_file=str(wrong))
-        with pytest.raises(SettingsError, match="asks for its admin_token_file"):
-            await examine(settings)
+        (finding,) = (f for f in findings_of(await examine(settings)) if f.topic == "running proxy")
+        assert "--admin-token-file FILE" in finding.cure
         shown = msgspec.structs.replace(settings, admin_token_file=str(kept(rig)))
         assert (await examine(shown)).is_proxy_caching
 

@@ -1,5 +1,6 @@
 """Settings: where their values come from, and which are refused."""
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from proxy.settings import (
     ENVIRONMENT_PREFIX,
     NAMES,
     Settings,
+    admin_token,
     complete_settings,
     parse_pairs,
     split_address,
@@ -100,6 +102,16 @@ def test_list_in_the_file_is_what_commas_are(
     tmp_path: Path, line: str, name: str, value: str
 ) -> None:
     assert getattr(load(tmp_path, file=line), name) == value
+
+
+def test_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
+    kept = tmp_path / "admin-token"
+    kept.touch()
+    settings = Settings(slot_save_path=str(tmp_path), admin="0.0.0.0:8082")
+    token, is_new = admin_token(settings)
+    assert is_new and token and kept.read_text().strip() == token
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert admin_token(settings) == (token, False)
 
 
 @pytest.mark.parametrize(
