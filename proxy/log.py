@@ -5,13 +5,16 @@ it is a warning or worse. JSON has all fields of all events, and so has a consol
 """
 
 import logging
+import re
 import sys
 from collections.abc import MutableMapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import structlog
 from aiohttp.http_exceptions import HttpProcessingError
 
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _NO_FACTS = ("event", "component", "level", "timestamp")
 
 
@@ -28,12 +31,18 @@ def configure_logging(level: str, log_format: str) -> None:
             structlog.processors.TimeStamper(fmt=form, utc=is_json),
             structlog.processors.format_exc_info,
             *([_words] if is_for_people else renderers),
+            _write,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
     )
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
+
+
+def _write(_: Any, __: str, line: Any) -> NoReturn:
+    """Write a line to stderr; a full disk, a dead pipe or a closed terminal must fail no request."""
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+    raise structlog.DropEvent  # there is nothing left for a logger to do
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:
@@ -54,7 +63,8 @@ def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
         says = f"{level}: {says or '; '.join([event.pop('event'), *fields])}"
     if not says:
         raise structlog.DropEvent
-    return "\n".join(filter(None, [f"{event['timestamp']}  {says}", trace]))
+    said = _CONTROLS.sub("�", f"{event['timestamp']}  {says}")  # a client's path may have such
+    return "\n".join(filter(None, [said, trace]))
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -27,8 +27,9 @@ MAX_REQUESTS = 1024
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-_ADDRESS = rf"([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}"
-_URL = r"https?://[^/?#,\s]+[^?#,\s]*"
+_HOST = r"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[0-9a-fA-F:.%\w]+\])"
+_ADDRESS = rf"{_HOST}?:{_PORT}"
+_URL = rf"https?://{_HOST}(:{_PORT})?(/[^?#,\s]*)?"
 _URLS = rf"\s*{_URL}\s*(,\s*{_URL}\s*)*"
 _OPEN = r"(health|metrics)"
 _OPEN_PATHS = rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
@@ -276,9 +277,9 @@ def admin_token_file(settings: Settings) -> Path:
 
 
 def read_admin_token(settings: Settings) -> str | None:
-    """Return the admin listener's token, None if there is no file of it.
+    """Return the admin listener's token, None if there is none beside the states.
 
-    Raises SettingsError if the file is empty or cannot be read.
+    Raises SettingsError if the file cannot be read, or one that was given is empty.
     """
     path = admin_token_file(settings)
     try:
@@ -287,15 +288,15 @@ def read_admin_token(settings: Settings) -> str | None:
         if isinstance(error, FileNotFoundError) and not settings.admin_token_file:
             return None
         raise SettingsError(f"admin_token_file: {in_words(error)}") from error
-    if not token:
+    if not token and settings.admin_token_file:
         raise SettingsError(f"admin_token_file: {path} is empty")
-    return token
+    return token or None
 
 
 def admin_token(settings: Settings) -> tuple[str | None, bool]:
     """Return the token that the admin listener asks for, None for none, and whether it was made now.
 
-    Raises SettingsError if the file is empty or cannot be read.
+    Raises SettingsError as `read_admin_token`.
     """
     if not settings.admin_token_file and is_loopback(split_address(settings.admin)[0]):
         return None, False
@@ -303,6 +304,7 @@ def admin_token(settings: Settings) -> tuple[str | None, bool]:
         return token, False
     token = secrets.token_urlsafe(24)
     with suppress(OSError):  # in a directory that cannot be written the token is not kept
+        admin_token_file(settings).unlink(missing_ok=True)  # the disk was full: it is empty
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(admin_token_file(settings), flags, 0o600), "w") as file:
             file.write(token + "\n")
@@ -312,11 +314,13 @@ def admin_token(settings: Settings) -> tuple[str | None, bool]:
 def token_to_show(settings: Settings) -> str | None:
     """Return the token to show to a proxy's admin listener, None if there is none.
 
-    A token that lies beside the states is shown only to a listener of this machine. Raises SettingsError if
-    the file is empty or cannot be read.
+    A token that lies beside the states is shown only to a listener of this machine. A user who may not read
+    it shows none: most such listeners ask for none. Raises SettingsError if a file that was given is empty,
+    or cannot be read.
     """
     is_here = is_loopback(split_address(reachable(settings.admin))[0])
-    return read_admin_token(settings) if settings.admin_token_file or is_here else None
+    may_show = is_here and os.access(admin_token_file(settings), os.R_OK)
+    return read_admin_token(settings) if settings.admin_token_file or may_show else None
 
 
 def written(name: str, value: Any) -> str:
@@ -390,11 +394,10 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     settings = _convert(merged, "settings", strict=False)
     path = Path(settings.slot_save_path).expanduser()
     try:
-        is_directory = path.is_dir()
+        if needs_directory and not path.is_dir():
+            raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")
     except OSError as error:
         raise SettingsError(f"slot_save_path: {in_words(error)}") from error
-    if needs_directory and not is_directory:
-        raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")
     return msgspec.structs.replace(settings, slot_save_path=str(path))
 
 

@@ -102,7 +102,7 @@ _AGES = (("d", 86400.0, 2.0), ("h", 3600.0, 1.0), ("min", 60.0, 1.0), ("s", 1.0,
 
 def console() -> Console:
     """Return the console for people: the terminal, or lines of a fixed length in a pipe."""
-    shown = Console(highlight=False)
+    shown = Console(highlight=False, markup=False, emoji=False)
     if not shown.is_terminal:
         shown.width = _PIPED_COLUMNS
     return shown
@@ -212,8 +212,8 @@ class RunningProxy:
     """The admin listener of a running proxy; all methods exit with a plain message if it refuses."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        """*address* is HOST:PORT, *token* the listener's token if it has one."""
-        self.address = address
+        """*address* is HOST:PORT or a URL, *token* the listener's token or llama-server's key, if any."""
+        self.address = address.removeprefix("http://").rstrip("/").removesuffix("/v1")
         self._headers = {"User-Agent": OWN_CLIENT, "Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -225,12 +225,14 @@ class RunningProxy:
         """Return the overview that the live page shows."""
         return self.ask("GET", "/overview", dict[str, Any])
 
-    def clients_side(self, told: dict[str, Any], url: str | None) -> "RunningProxy":
+    def clients_side(self, told: dict[str, Any], url: str | None, api_key: str) -> "RunningProxy":
         """Return the listener for clients, at *url* or where the overview tells; exits without a model."""
         if not told["servers"]:
-            fail("no model yet: give llama-server one (-m FILE), or let it load", Exit.UNAVAILABLE)
-        address = url or reachable(told["listen"], self.address.rpartition(":")[0])
-        return RunningProxy(address.removeprefix("http://").rstrip("/"))
+            why = " ".join(f"{each['reason']} {each['cure']}" for each in told["reasons"])
+            none = "no model yet: give llama-server one (-m FILE), or let it load"
+            fail(why or none, Exit.UNAVAILABLE)
+        listen = reachable(told["listen"], self.address.rpartition(":")[0])
+        return RunningProxy(url or listen, api_key)
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
@@ -268,16 +270,17 @@ class RunningProxy:
         refusals: Sequence[int] = (),
     ) -> Iterator[HTTPResponse]:
         """Yield the answer to a request; exit at an error whose status is not in *refusals*."""
-        # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
-        connection = HTTPConnection(self.address, timeout=_CONNECT_SECONDS)
         try:
-            with closing(connection):
+            # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
+            with closing(HTTPConnection(self.address, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
                 connection.sock.settimeout(None)
                 target = f"{path}?{urlencode(query)}" if query else path
                 connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
                 if reply.status == 401 and 401 not in refusals:
+                    if "WWW-Authenticate" not in reply.headers:
+                        fail("llama-server refuses this API key: give --api-key KEY", Exit.USAGE)
                     usual = f"by default {ADMIN_TOKEN} in its --slot-save-path"
                     asks = f"the proxy at {self.address} asks for its admin token"
                     fail(f"{asks}: give --admin-token-file FILE, {usual}", Exit.USAGE)
@@ -376,7 +379,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
             given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
             proxy, known = proxy_of(settings), Path(settings.slot_save_path)
-            has_store = works_on_directories and (known / "index").is_dir()
+            has_store = works_on_directories and os.path.isdir(known / "index")
             if admin is not None or not has_store or proxy.is_there():
                 command(proxy, **arguments)
                 return

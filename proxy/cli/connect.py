@@ -31,6 +31,7 @@ from proxy.cli.command import (
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
 _MARK = "# llama-prefix-cache connect"
+_NOT_KEPT = {"X-Prefix-Cache": "no-store"}
 _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
 
 
@@ -69,9 +70,8 @@ def connect(
         _undo(file or _usual_file(name))
         return
     told = proxy.told()
-    server = proxy.clients_side(told, url)
-    models = server.ask("GET", "/v1/models", dict[str, Any], headers={"X-Api-Key": api_key})["data"]
-    model = model or str(models[0]["id"])
+    server = proxy.clients_side(told, url, api_key)
+    model = model or str(server.ask("GET", "/v1/models", dict[str, Any])["data"][0]["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
@@ -90,7 +90,7 @@ def connect(
         answer(content, f"{shown}\n{hint}".rstrip())
         return
     _write(file or _usual_file(name), content)
-    n_prompt, n_cached = _try(server, client["api"], model, api_key)
+    n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
     answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
@@ -197,7 +197,7 @@ def _agree(path: Path, before: str, after: str) -> None:
     agree(f"Write {path}?")
 
 
-def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int, int]:
+def _try(server: RunningProxy, api: str, model: str) -> tuple[int, int]:
     """Send two requests as the client would; return the second's prompt tokens and reused tokens."""
     said: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
@@ -205,9 +205,8 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     names = ("input", "max_output_tokens") if of_responses else ("messages", "max_tokens")
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
-        headers = {"X-Api-Key": api_key, "X-Prefix-Cache": "no-store"}
         body = msgspec.json.encode({"model": model, names[0]: said, names[1]: 1})
-        usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
+        usage = server.ask("POST", api, dict[str, Any], body=body, headers=_NOT_KEPT)["usage"]
         answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")

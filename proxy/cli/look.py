@@ -263,7 +263,7 @@ _SHOWN = {
 
 @click.command()
 @setting_options(
-    *("upstream", "slot_save_path", "upstream_api_key", "admin"),
+    *("upstream", "slot_save_path", "upstream_api_key", "admin", "admin_token_file"),
     *("max_store_bytes", "shared_store"),
 )
 @click.option(
@@ -332,6 +332,8 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
 
     try:
         return asyncio.run(run())
+    except SettingsError as error:
+        fail(error, Exit.USAGE)
     except (KeyboardInterrupt, asyncio.CancelledError):
         fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
 

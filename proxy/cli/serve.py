@@ -130,8 +130,8 @@ async def _serve_until_told(
 def told_to_stop() -> asyncio.Event:
     """Return an event that SIGINT, SIGTERM or SIGHUP sets.
 
-    Each further signal cancels the task that called this: the current wait is cut short, and the next step
-    of the shutdown begins.
+    Each further SIGINT or SIGTERM cancels the task that called this: the current wait is cut short, and the
+    next step of the shutdown begins. A terminal that is closed sends SIGHUP twice: nobody is in a hurry.
     """
     told, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
 
@@ -145,7 +145,7 @@ def told_to_stop() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, tell)
+            loop.add_signal_handler(number, told.set if number == signal.SIGHUP else tell)
     return told
 
 
@@ -182,8 +182,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     N at once, each with an Nth of the context.
 
     On SIGTERM, SIGINT or SIGHUP, running requests are finished, slots are saved and llama-server is
-    stopped; a second signal hurries. Exit status: 0 after a signal, 2 for a conflict or a wrong setting,
-    69 if a port or the directory is taken, 70 if llama-server died, 130 if a second signal cut it short.
+    stopped; a second SIGTERM or SIGINT hurries. Exit status: 0 after a signal, 2 for a conflict or a wrong
+    setting, 69 if a port or the directory is taken, 70 if llama-server died, 130 if a second signal cut it
+    short.
     """
     try:
         program, arguments = split_command(command)

@@ -107,8 +107,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
     Prompts are made up: blocks with equal numbers are equal texts, of about 512 tokens of this model.
     Requests are sent at their times, whether or not earlier answers have come.
     """
-    server = RunningProxy(url.removeprefix("http://").rstrip("/"), api_key)
-    tell(send_all(_read(file), server, model, speed))
+    tell(send_all(_read(file), RunningProxy(url, api_key), model, speed))
 
 
 _N_AT_ONCE = 64
@@ -236,9 +235,10 @@ _MACHINE = (
 @click.option("--report", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
 @click.option("--tokens", multiple=True, type=int, default=(2048, 8192, 32768), show_default=True)
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
+@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @yes_option
 @with_proxy
-def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | None) -> None:
+def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:
     """Measure this machine, and write a report for the project.
 
     \b
@@ -253,7 +253,7 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], url: str | N
     before you send it.
     """
     told = proxy.told()
-    server, servers = proxy.clients_side(told, url), told["servers"]
+    server, servers = proxy.clients_side(told, **clients), told["servers"]
     model = server.ask("GET", "/v1/models", dict[str, Any])["data"][0]
     trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
     figures = send_all(trace, server, model["id"])

@@ -414,8 +414,9 @@ def _proxy_finding(setup: Setup) -> Finding:
     """Return the state that a proxy on the directory reports."""
     topic = "running proxy"
     if setup.health is None:
-        text = f"No proxy answers at {setup.settings.admin}, but {setup.lock}."
-        return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
+        text = f"No proxy tells its health at {setup.settings.admin}, but {setup.lock}."
+        cure = "Give its --admin HOST:PORT, and --admin-token-file FILE if it asks for a token; or stop it."
+        return limit(topic, text, cure)
     # Doctor reports the directory's permissions itself.
     reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
     says = " ".join([f"It is {setup.health['state']}.", *(each["reason"] for each in reasons)])

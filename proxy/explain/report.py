@@ -44,7 +44,7 @@ MAX_PROMPTS = MAX_NAMED = 500
 MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
 LAST, MISS = "last", "miss"
-_N_DIGITS = 8
+_N_DIGITS, _N_MODEL = 8, 200
 UNANSWERED = "unanswered"
 
 
@@ -449,7 +449,7 @@ class Report:
         return {
             "title": self._journal.shown(words),
             "client": request.client,
-            "model": request.model,
+            "model": sketch.shortened(request.model, _N_MODEL),
             "conversation": xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS],
         }
 

@@ -2,15 +2,21 @@
 
 import asyncio
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
 from proxy.__main__ import main
+from proxy.doctor.examination import examine
+from proxy.doctor.findings import findings_of
+from proxy.settings import Settings
+from proxy.store.store import CheckpointStore
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, question
 
@@ -111,6 +117,25 @@ async def test_commands_send_the_token_of_a_file_or_of_this_machine(
         assert (await command(rig, "stats", "--admin-token-file", str(kept(rig))))[0] == 0
         monkeypatch.setenv("LLAMA_PREFIX_CACHE_SLOT_SAVE_PATH", str(rig.server.directory))
         assert (await command(rig, "ls"))[0] == 0
+
+
+async def test_doctor_asks_the_proxy_with_its_token(start_rig: StartRig, tmp_path: Path) -> None:
+    async with start_rig(admin=EVERYWHERE) as rig:
+        wrong = tmp_path / "token"
+        wrong.write_text("wrong")
+        admin, directory = rig.admin_url.removeprefix("http://"), str(rig.server.directory)
+        settings = Settings(slot_save_path=directory, admin=admin, admin_token_file=str(wrong))
+        (finding,) = (f for f in findings_of(await examine(settings)) if f.topic == "running proxy")
+        assert "--admin-token-file FILE" in finding.cure
+        shown = msgspec.structs.replace(settings, admin_token_file=str(kept(rig)))
+        assert (await examine(shown)).is_proxy_caching
+
+
+def test_doctor_without_the_file_of_the_token_says_so(tmp_path: Path) -> None:
+    told = ["doctor", "--slot-save-path", str(tmp_path), "--admin-token-file", "/nowhere"]
+    with closing(CheckpointStore(tmp_path, 1 << 20)):
+        result = CliRunner().invoke(main, told)
+    assert result.exit_code == 2 and "admin_token_file: /nowhere: no such file" in result.output
 
 
 async def test_the_token_is_nobodys_api_key(start_rig: StartRig) -> None:

@@ -201,6 +201,19 @@ async def test_several_api_keys_are_not_noted_where_the_ram_cache_is_known_to_be
         assert await rig.reasons() == []
 
 
+async def test_directory_that_has_gone_is_named_while_it_is_gone(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        directory = rig.server.directory
+        away = directory.rename(directory.with_name("away"))
+        await rig.chat("a")
+        await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)
+        (reason,) = (await rig.health())["reasons"]
+        assert "No such file or directory" in reason["reason"]
+        away.rename(directory)
+        await rig.chat("b")
+        await until(lambda: DegradationKind.SAVES_FAIL not in rig.running.degradations)
+
+
 async def test_reasons_of_a_process_end_with_it(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.refuse["save"] = 500

@@ -108,11 +108,21 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
     (stored,) = json.loads(command("ls", "--json").stdout)["checkpoints"]
     file = tmp_path / "out.lpc"
     assert command("export", stored["id"], "-o", str(file)).returncode == 0 and file.exists()
+    written = str(tmp_path / "written.json")
+    for asking in (
+        ("connect", "opencode", "--write", "--yes", "--file", written),
+        ("bench", "--tokens", "512", "--yes", "--report", written),
+    ):
+        refused = command(*asking)
+        assert refused.returncode == 2 and "give --api-key KEY" in refused.stderr
+        assert command(*asking, "--api-key", "a-key").returncode == 0
     assert run.stop() == 0
     for words in (["ls"], ["check"], ["purge", "--unused-for", "7d", "--dry-run"]):
         done = command(*words)
         assert done.returncode == 0, done.stderr
-    assert "no proxy answers" in command("ls").stderr and "1 checkpoint" in command("ls").stdout
+    assert (
+        "no proxy answers" in command("ls").stderr and " checkpoints with" in command("ls").stdout
+    )
     assert command("doctor").returncode == 2  # nothing runs
 
 
@@ -157,6 +167,22 @@ def test_second_signal_does_not_wait_for_a_running_request(new_run: StartRun) ->
         assert asked.exception() is not None
     assert "Traceback" not in run.log_text()
     await_end([server])
+
+
+def test_terminal_that_is_closed_cuts_nothing_short(new_run: StartRun) -> None:
+    """It sends SIGHUP twice: its shell does, and then the kernel when the shell ends."""
+    run = new_run(options=("--drain-seconds", "600"), environment=AT_DEFAULT)
+    run.start_and_await_caching()
+    long = {"prompt": "a", "n_predict": 1500, "ignore_eos": True, "cache_prompt": True}
+    with ThreadPoolExecutor() as client:
+        asked = client.submit(run.post, "/completion", long)
+        run.wait_for(lambda: slots_in(run.health()) == {"leased": 1})
+        run.send(signal.SIGHUP)
+        run.wait_for(lambda: "finishing requests (1)" in run.log_text())
+        run.send(signal.SIGHUP)
+        assert asked.result()["tokens_predicted"] == 1500
+        assert run.ended() == 0
+    assert "told again" not in run.log_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -16,7 +16,14 @@ from click import BadParameter
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.cli.command import DirectoryStore, RunningProxy, age_in_words, checkpoints_in_words
+from proxy.cli.command import (
+    DirectoryStore,
+    RunningProxy,
+    age_in_words,
+    checkpoints_in_words,
+    console,
+    table_of,
+)
 from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
@@ -195,9 +202,25 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
 
 
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        RunningProxy("127.0.0.1:1").clients_side({"servers": [], "listen": ":8081"}, None)
-    assert "no model yet: give llama-server one (-m FILE)" in capsys.readouterr().err
+    reason = {"reason": "llama-server does not answer.", "cure": "Start llama-server."}
+    for reasons, said in (([], "no model yet: give"), ([reason], "answer. Start llama-server.")):
+        told = {"servers": [], "listen": ":8081", "reasons": reasons}
+        with pytest.raises(SystemExit):
+            RunningProxy("127.0.0.1:1").clients_side(told, None, "none")
+        assert said in capsys.readouterr().err
+
+
+def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:
+    for url in ("127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:1/v1/"):
+        assert RunningProxy(url).address == "127.0.0.1:1"
+    with pytest.raises(SystemExit) as ended:
+        RunningProxy("http://127.0.0.1:1/other").text("/metrics")
+    assert ended.value.code == 69 and "--admin HOST:PORT" in capsys.readouterr().err
+
+
+def test_words_of_users_are_no_markup(capsys: Capture) -> None:
+    console().print(table_of([("conversation", '"mend [/INST] and [red]this[/red] :bug:"')]))
+    assert '"mend [/INST] and [red]this[/red] :bug:"' in capsys.readouterr().out
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:

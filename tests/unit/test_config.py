@@ -1,12 +1,22 @@
 """Settings: where their values come from, and which are refused."""
 
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxy.errors import SettingsError
-from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, parse_pairs, split_address
+from proxy.settings import (
+    ENVIRONMENT_PREFIX,
+    NAMES,
+    Settings,
+    admin_token,
+    complete_settings,
+    parse_pairs,
+    split_address,
+    token_to_show,
+)
 from tests.lab.settings import load_settings
 
 
@@ -94,6 +104,38 @@ def test_list_in_the_file_is_what_commas_are(
     assert getattr(load(tmp_path, file=line), name) == value
 
 
+def test_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
+    kept = tmp_path / "admin-token"
+    kept.touch()
+    settings = Settings(slot_save_path=str(tmp_path), admin="0.0.0.0:8082")
+    token, is_new = admin_token(settings)
+    assert is_new and token and kept.read_text().strip() == token
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert admin_token(settings) == (token, False)
+
+
+@pytest.mark.parametrize(
+    "address", ["my_host.lan:80", "[::1]:8081", "0.0.0.0:1", ":8081", "a.:65535", "büro:80"]
+)
+def test_address_of_any_host_is_allowed(tmp_path: Path, address: str) -> None:
+    assert load(tmp_path, {"listen": address}).listen == address
+    if not address.startswith(":"):
+        for url in (f"http://{address}", f"https://{address}/a/b", f"http://{address}/, http://c"):
+            assert load(tmp_path, {"upstream": url}).upstream == url
+
+
+def test_directory_that_nobody_asks_for_need_not_be_readable(tmp_path: Path) -> None:
+    """Commands that ask a running proxy: its directory is mostly its own user's alone."""
+    hidden = str(tmp_path / ("x" * 300))  # no system call takes such a name
+    with pytest.raises(SettingsError, match="slot_save_path"):
+        complete_settings({"slot_save_path": hidden})
+    settings = complete_settings({"slot_save_path": hidden}, needs_directory=False)
+    assert token_to_show(settings) is None
+    given = complete_settings({"slot_save_path": ".", "admin_token_file": hidden})
+    with pytest.raises(SettingsError, match="admin_token_file"):
+        token_to_show(given)
+
+
 def test_size_per_day_is_read_with_a_unit_too(tmp_path: Path) -> None:
     assert load(tmp_path, {"max_write_bytes_per_day": "50GiB"}).max_write_bytes_per_day == 50 << 30
     assert load(tmp_path).max_write_bytes_per_day == 0
@@ -152,6 +194,11 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("upstream: localhost:8080", "upstream"),
         ("upstream: ftp://localhost", "upstream"),
         ("upstream: http://", "upstream"),
+        ("upstream: http://127.0.0.1:99999", "upstream"),
+        ("upstream: 'http://[::1'", "upstream"),
+        ("upstream: http://a..b:80", "upstream"),
+        ("upstream: http://user:word@localhost:80", "upstream"),  # clients have keys of their own
+        ("listen: a..b:8081", "listen"),
         ("listen: '8081'", "listen"),
         ("listen: ::1:8081", "listen"),
         ("listen: 127.0.0.1:70000", "listen"),

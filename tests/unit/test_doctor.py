@@ -216,7 +216,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             proxy(),
             LIMIT,
             "running proxy",
-            "No proxy answers at 127.0.0.1:8082",
+            "No proxy tells its health at 127.0.0.1:8082",
             "--admin HOST:PORT",
         ),
         (

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from proxy.core.messages import Route
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.judgement import Judgement
-from proxy.explain.report import MAX_REQUESTS, Journal
+from proxy.explain.report import MAX_REQUESTS, Journal, Report
 from proxy.explain.views import OWN_CLIENT, RequestRecord
+from proxy.metrics import Metrics
+from proxy.serving.request import Answer, Request
 from proxy.stabilize.model import SAFE, Name
 
 
@@ -28,6 +31,18 @@ def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
     assert last is not None and last.request.id == str(MAX_REQUESTS + 4)
     assert journal.explain("4") is None and journal.explain("5") is not None
     assert journal.n_recorded == MAX_REQUESTS + 5
+
+
+def test_name_that_a_client_gives_a_model_is_kept_shortened() -> None:
+    """A body of a request may have 256 MiB, and thousands of requests are remembered."""
+
+    async def nowhere(*_: Any) -> Answer:
+        raise AssertionError
+
+    route, path = Route.CHAT, "/v1/chat/completions"
+    request = Request(path=path, route=route, headers={}, relay=nowhere, model="m" * 1_000_000)
+    told = Report(Metrics(), Journal()).described(request)
+    assert len(told["model"]) == 200
 
 
 def test_misses_stay_when_what_came_with_them_is_forgotten() -> None:

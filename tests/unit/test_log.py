@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -70,6 +71,33 @@ def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixt
     assert lines == ["ready", "warning: stopped early; n_left: 2"]
     assert "admin=a:1" in said["debug"] and "n_checkpoints=3" in said["debug"]
     assert "says" not in said["debug"]
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_log_that_cannot_be_written_fails_nobody(
+    log_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, and when a terminal was closed or the reader of a pipe has ended."""
+    full = open("/dev/full", "w", buffering=1)
+    monkeypatch.setattr("sys.stderr", full)
+    try:
+        configure_logging("info", log_format)
+        get_logger("main").warning("stopped early", n_left=2)
+    finally:
+        structlog.reset_defaults()
+        with suppress(OSError):
+            full.close()
+
+
+def test_control_characters_of_a_client_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    try:
+        configure_logging("info", "console")
+        get_logger("front").warning("request failed", path="/slots/\x1b[31m")
+    finally:
+        structlog.reset_defaults()
+    assert "path: /slots/\ufffd[31m" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
