@@ -46,7 +46,7 @@ HEARTH = PROGRAM.with_name("hearth")
 RAM_MIB = (0, 8, 8192)
 """None, some conversations of a tiny model, and llama-server's own default."""
 BY_HAND, PEER, PROXY = "slot files by hand", "hearth", "proxy"
-FAILURES = (ChatFailed, ProxyError, LlamaServerError, ExceptionGroup)
+FAILURES = (ChatFailed, ProxyError, LlamaServerError, ExceptionGroup, OSError)
 CONTENDERS = (*(f"RAM cache {mib} MiB" for mib in RAM_MIB), BY_HAND, PEER, PROXY)
 
 

@@ -1,10 +1,12 @@
 """`make proof`: which commands it runs, where they write, and how it says that they ended."""
 
 import argparse
+import json
 import re
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench import proof
+from tests.bench.aiperf import AiperfError
 from tests.bench.document import PROOF, prove, put, rewrite, taken
+from tests.bench.neutral_load import Bench, Run
 from tests.bench.proof import (
     ALL_MINUTES,
     N_CORES,
@@ -28,6 +32,7 @@ from tests.bench.proof import (
     with_rows,
 )
 from tests.bench.section import Section, spread
+from tests.lab.server import find_free_port
 
 PLAYED = Part("played", ("wear",), 1, 1, ("wear", "conversation_trace.jsonl.gz"), ("wear", "quick"))
 TEST = Part("test", (), 1, 1, ("pytest", "a.py"), ("pytest", "a.py"))
@@ -212,3 +217,35 @@ def test_a_piece_keeps_the_rows_of_the_page_that_it_did_not_measure(tmp_path: Pa
     prove(given, "tests", [measured("B", ("a", "x", True))])
     assert measured("B", ("a", "x", True)).markdown() in page.read_text()
     assert "# A" not in page.read_text()
+
+
+def test_programs_with_other_numbers_have_other_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    ports = []
+    for worker in ("0", "1"):
+        monkeypatch.setenv("LAB_WORKER", worker)
+        ports.append([find_free_port() for _ in range(50)])
+    assert max(ports[0]) < min(ports[1])
+
+
+async def test_a_run_of_aiperf_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(self: Bench, run: Run) -> dict[str, float]:
+        if run.contender == "defaults":
+            raise AiperfError("requests failed")
+        folder = tmp_path / run.name
+        folder.mkdir()
+        first_token = {"p50": 1.0, "p95": 2.0, "count": 30}
+        said = {"error_summary": [], "was_cancelled": False, "time_to_first_token": first_token}
+        (folder / "profile_export_aiperf.json").write_text(json.dumps(said))
+        return {"n_evaluated": 7, "cpu_seconds": 3.0}
+
+    monkeypatch.setattr(Bench, "_play", play)
+    bench = Bench(tmp_path, ExitStack(), only_known=False)
+    measured = await bench.measure("full", "two conversations", [], None)
+    assert [(each.contender, len(each.p50s)) for each in measured] == [
+        ("proxy", 3),
+        ("similarity", 3),
+    ]
+    assert bench.n_failed == 3
