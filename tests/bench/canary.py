@@ -134,7 +134,10 @@ async def examine_all(given: argparse.Namespace) -> Section:
             install(version)
             name, binary = _name_of(version), binary_of(version)
         for kind in given.kind:
-            await examine(section, name, kind, binary, rule_only=given.rule_only)
+            try:
+                await examine(section, name, kind, binary, rule_only=given.rule_only)
+            except Exception as error:  # no other row depends on this one
+                section.add(name, kind, "-", "failed", repr(error)[-60:], "-", is_met=False)
             tell(str(section.rows[-1]))
         prove(given, "canary", [section])
     return section

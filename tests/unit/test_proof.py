@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import proof
+from tests.bench import canary, processes, proof
 from tests.bench.aiperf import AiperfError
 from tests.bench.document import PROOF, prove, put, rewrite, taken
 from tests.bench.neutral_load import Bench, Run
@@ -158,7 +158,8 @@ def test_what_a_part_wrote_before_it_is_ended_is_kept(tmp_path: Path) -> None:
     assert taken(page.read_text(), "aiperf") == "old"
 
 
-def test_parts_that_do_not_run_now_keep_their_rows() -> None:
+def test_parts_that_do_not_run_now_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "machine", lambda: "two cores")
     page = "<!-- measured: parts -->\n\n### Parts\n\nNot run yet.\n\n<!-- end -->\n"
 
     def row(name: str, date: str) -> str:
@@ -249,3 +250,28 @@ async def test_a_run_of_aiperf_that_fails_stops_no_other(
         ("similarity", 3),
     ]
     assert bench.n_failed == 3
+
+
+def test_a_model_that_is_missing_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "DEFAULT_MODEL_FOLDER", tmp_path)
+    monkeypatch.setenv("LLAMA_SERVER_BIN", sys.executable)
+    with ExitStack() as leftovers:
+        processes.Stack("full", "tiny", leftovers, has_proxy=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["full-tiny.gguf"]
+
+
+async def test_a_row_of_the_canary_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def examine(section: Section, name: str, kind: str, *_: object, **__: object) -> None:
+        assert kind != "swa"
+        section.add(name, kind, "any prefix", 4, "none", "1.006", is_met=True)
+
+    monkeypatch.setattr(canary, "examine", examine)
+    monkeypatch.setattr(canary, "install", lambda version: None)
+    monkeypatch.setattr(canary, "find_llama_server", lambda: Path("llama-server"))
+    kinds = ["full", "swa", "hybrid"]
+    version = ["2026.9.11063"]
+    given = argparse.Namespace(version=version, kind=kinds, rule_only=False, document=False)
+    section = await canary.examine_all(given)
+    assert [row[1] for row in section.rows] == kinds and section.n_missed == 1
