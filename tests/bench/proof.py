@@ -77,7 +77,7 @@ _UPSTREAM = ("pytest", "tests/live/test_upstream.py")
 _REPLAYED = ("pytest", "tests/live/test_trace.py")
 PARTS = (
     Part(
-        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), N_CORES, 12),
+        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), N_CORES, 6),
         _EVICTION,
         (*_EVICTION, *_SOME),
     ),
@@ -99,7 +99,7 @@ PARTS = (
     ),
     Part("server tests", ("server tests",), 1, 14, (_TESTS,), (_TESTS, "tokenize")),
     Part(
-        *("aiperf", ("aiperf",), N_CORES, 65),
+        *("aiperf", ("aiperf",), N_CORES, 70),
         (_AIPERF, "--folder", str(FOLDER)),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
