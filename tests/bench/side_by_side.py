@@ -174,8 +174,8 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
         )
         for name in arguments.trace:
             await compare(section, name, kind, arguments, leftovers)
+            prove(arguments, f"side by side, {kind}", [section])
         print(section.markdown() + "\n", flush=True)
-        prove(arguments, f"side by side, {kind}", [section])
         n_failed += section.n_missed
     return 1 if n_failed else 0
 
