@@ -215,8 +215,8 @@ $(LOAD_TOOLS):
 	  hearth-llm==0.1.1 kvprof==0.2.0
 	@touch $@
 
-# Everything on docs/proof.md, one part after the other: at most three hours on two cores. TRACES=folder of
-# Mooncake's traces, without which two sections stay as they are. QUICK=1: a small part, into a copy (2 minutes).
+# Everything on docs/proof.md: at most three hours on two cores. TRACES=folder of Mooncake's traces, without which
+# two sections stay as they are. QUICK=1: a small part, into a copy (2 minutes).
 SIMULATOR := $(LAB)/kvcache-simulator/.installed
 proof: $(SETUP) llama-server older-builds models $(LOAD_TOOLS) $(SIMULATOR)
 	@$(BIN)/python -m tests.bench.proof $(TRACES:%=--traces %) $(QUICK:%=--quick)

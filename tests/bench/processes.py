@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from proxy.core.conditions import DegradationKind, State
-from tests.lab.models import model_path
+from tests.lab.models import build_model
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 
 READY_SECONDS = 300.0
@@ -182,7 +182,7 @@ class Stack:
         self.slots.mkdir(mode=0o700)
         self._server_core = setup.server_core
         self.server = LlamaServer(
-            model_path(kind, size, DEFAULT_MODEL_FOLDER),
+            build_model(kind, size, DEFAULT_MODEL_FOLDER),
             self.slots,
             n_slots=setup.n_slots,
             n_ctx=setup.n_ctx,

@@ -1,9 +1,11 @@
-"""Makes docs/proof.md: every part of it, one after the other, in at most three hours (`make proof`).
+"""Makes docs/proof.md: every part of it by one command, in at most three hours (`make proof`).
 
-Each part is a command that writes its own places of the page. One that misses a bar, fails or does not end
-in time stops no other. How long each took, and how it ended, is a table on the page. Without the folder of
-Mooncake's traces (`--traces`) what needs them is left as it is. With `--quick` a small part of everything
-is measured into a copy of the page (some two minutes). Exit status 1 if a bar is missed, 2 if one failed.
+Each part is a command that writes its own places of the page, into a copy of it. Parts run side by side as
+far as the machine has cores; what measures time or keeps all cores busy runs alone. One that misses a bar,
+fails or does not end in time stops no other. How long each took, how it ended and when is its row of a
+table on the page; rows of parts that do not run now stay. Without the folder of Mooncake's traces
+(`--traces`) what needs them does not run. With `--quick` a small part of everything is measured into a
+copy of the page (some two minutes). Exit status 1 if a bar is missed, 2 if one failed.
 
 python -m tests.bench.proof [--traces FOLDER] [--quick] [--only PART ...]
 """
@@ -17,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tests.bench.document import PROOF, put
+from tests.bench.document import PROOF, put, rewrite, taken
 from tests.bench.neutral_load import PROXY
 from tests.bench.progress import tell
 from tests.bench.section import Section
@@ -34,6 +36,8 @@ CONVERSATION, SYNTHETIC = "conversation_trace.jsonl.gz", "synthetic_trace.jsonl.
 FOLDER = REPOSITORY / ".lab" / "proof"
 """Of aiperf's reports."""
 SIMULATOR = REPOSITORY / ".lab" / "kvcache-simulator"
+N_CORES = 2
+POLL_SECONDS = 0.2
 END_SECONDS = 60.0
 """For a part that was told to end."""
 
@@ -43,10 +47,12 @@ class Part:
     """A module with its arguments, which are others in a quick run, and the minutes it may take.
 
     `places` are those of the page that it writes. A test has none: what it holds stands there in prose.
+    `n_cores` are all for what measures time, and for what keeps all busy by itself.
     """
 
     name: str
     places: tuple[str, ...]
+    n_cores: int
     minutes: float
     arguments: tuple[str, ...]
     quick: tuple[str, ...]
@@ -71,48 +77,57 @@ _UPSTREAM = ("pytest", "tests/live/test_upstream.py")
 _REPLAYED = ("pytest", "tests/live/test_trace.py")
 PARTS = (
     Part(
-        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), 12),
+        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), N_CORES, 6),
         _EVICTION,
         (*_EVICTION, *_SOME),
     ),
     Part(
-        *("eviction, own traces", ("eviction, agents, full", "eviction, agents, hybrid"), 3),
+        *("eviction, own traces", ("eviction, agents, full", "eviction, agents, hybrid"), 1, 2),
         _AGENTS,
         (*_AGENTS, *_SOME),
     ),
     Part(
-        *("optimum", ("eviction, optimum",), 3),
+        *("optimum", ("eviction, optimum",), 1, 2),
         (_SECOND, CONVERSATION, SYNTHETIC),
         (_SECOND, SYNTHETIC),
     ),
-    Part("wear", ("wear",), 2, _WEAR, _WEAR),
+    Part("wear", ("wear",), 1, 2, _WEAR, _WEAR),
     Part(
-        *("KL", ("divergence",), 35),
+        *("KL", ("divergence",), N_CORES, 30),
         (_KL,),
         (_KL, "--seeds", "1", "--cuts", "2", "--kind", "hybrid"),
     ),
-    Part("server tests", ("server tests",), 12, (_TESTS,), (_TESTS, "tokenize")),
+    Part("server tests", ("server tests",), 1, 14, (_TESTS,), (_TESTS, "tokenize")),
     Part(
-        *("aiperf", ("aiperf",), 40),
-        (_AIPERF, "--folder", str(FOLDER), "--times", "2"),
+        *("aiperf", ("aiperf",), N_CORES, 70),
+        (_AIPERF, "--folder", str(FOLDER)),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
-    Part("vLLM", ("vllm",), 5, (_VLLM,), (_VLLM, "--kind", "recurrent")),
-    Part("kvprof", ("kvprof",), 5, (_KVPROF,), (_KVPROF, "P1")),
+    Part("vLLM", ("vllm",), N_CORES, 5, (_VLLM,), (_VLLM, "--kind", "recurrent")),
+    Part("kvprof", ("kvprof",), 1, 4, (_KVPROF,), (_KVPROF, "P1")),
     Part(
-        *("canary", ("canary",), 25),
+        *("canary", ("canary",), 1, 25),
         (_CANARY,),
         (_CANARY, "2026.9.11063", "--rule-only", "--kind", "full"),
     ),
-    Part("defects", (), 3, _UPSTREAM, (*_UPSTREAM, "-k", "damaged")),
-    Part("replayed traces", (), 5, (*_REPLAYED, "-m", ""), (*_REPLAYED, "-k", "replayed")),
+    Part("defects", (), 1, 2, _UPSTREAM, (*_UPSTREAM, "-k", "damaged")),
+    Part("replayed traces", (), 1, 4, (*_REPLAYED, "-m", ""), (*_REPLAYED, "-k", "replayed")),
     Part(
-        *("side by side", ("side by side, full", "side by side, hybrid"), 30),
+        *("side by side", ("side by side, full", "side by side, hybrid"), N_CORES, 36),
         (_BESIDE, "--times", "2"),
         (_BESIDE, "--kind", "hybrid", "--trace", "branch", "--contender", BY_HAND, PROXY),
     ),
 )
 ALL_MINUTES = 180.0
+
+
+def may_begin(waiting: Iterable[Part], running: Collection[Part]) -> list[Part]:
+    """Return which of the waiting parts begin now: the longest first, as far as there are cores."""
+    begun: list[Part] = []
+    for part in sorted(waiting, key=lambda part: -part.minutes):
+        if sum(each.n_cores for each in (part, *begun, *running)) <= N_CORES:
+            begun.append(part)
+    return begun
 
 
 class Ending(StrEnum):
@@ -122,7 +137,6 @@ class Ending(StrEnum):
     MISSED = "a bar is missed"
     FAILED = "**failed**"
     LATE = "**not ended in time**"
-    NOT_RUN = "not run: no TRACES=folder; older tables stand"
 
 
 def ending_of(part: Part, status: int | None, *, is_written: bool) -> Ending:
@@ -149,67 +163,125 @@ def command_of(part: Part, traces: Path | None, page: Path, *, is_quick: bool) -
     return [sys.executable, "-m", words[0], *rest, *(found.get(word, word) for word in words[1:])]
 
 
-def status_within(seconds: float, command: list[str]) -> int | None:
-    """Run a command and return its exit status, or None if it had to be ended.
+class Job:
+    """A part that runs, on a copy of the page, and on ports that the others do not take."""
 
-    What it started in its own group is gone afterwards. Ctrl-C ends the command first.
-    """
-    environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=sys.stderr, start_new_session=True
-    )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        process.terminate()
+    def __init__(
+        self, part: Part, command: list[str], copy: Path, seconds: float, worker: int
+    ) -> None:
+        self.part, self.worker, self._copy, self._seconds = part, worker, copy, seconds
+        self._copied_at, self._began = copy.stat().st_mtime_ns, time.monotonic()
+        environment = {"PYTHONPATH": str(SIMULATOR), "LAB_WORKER": str(worker)}
+        self._process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended or is to be ended."""
+        return self._process.poll() is not None or self.seconds >= self._seconds
+
+    def end(self) -> Ending:
+        """Return how it ended; what it started in its own group is gone afterwards."""
+        status = self._process.poll()
+        self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
+            self._process.wait(END_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        return ending_of(self.part, status, is_written=self._is_written)
+
+    @property
+    def _is_written(self) -> bool:
+        return self._copy.stat().st_mtime_ns != self._copied_at
+
+    def deliver(self, page: Path) -> None:
+        """Put what the part has written into the page."""
+        measured = self._copy.read_text()
+
+        def with_places(text: str) -> str:
+            for place in self.part.places if self._is_written else ():
+                text = put(text, place, taken(measured, place))
+            return text
+
+        rewrite(page, with_places)
+
+
+def run(
+    parts: Iterable[Part], given: argparse.Namespace, page: Path
+) -> Iterator[tuple[Job, Ending]]:
+    """Run the parts; yield each that has ended. None outlives the three hours."""
+    ends_at = time.monotonic() + 60 * ALL_MINUTES
+    waiting, running = list(parts), list[Job]()
+    with tempfile.TemporaryDirectory(prefix="proof-") as folder:
+        try:
+            while waiting or running:
+                for part in may_begin(waiting, [job.part for job in running]):
+                    waiting.remove(part)
+                    worker = min(set(range(N_CORES)) - {job.worker for job in running})
+                    copy = Path(shutil.copy(page, f"{folder}/{worker}.md"))
+                    command = command_of(part, given.traces, copy, is_quick=given.quick)
+                    seconds = min(60 * part.minutes, ends_at - time.monotonic())
+                    tell(f"{part.name}: begins; at most {seconds / 60:.0f} minutes")
+                    for reports in (word for word in command if word.startswith(str(FOLDER))):
+                        shutil.rmtree(reports, ignore_errors=True)  # would not be measured again
+                    running.append(Job(part, command, copy, seconds, worker))
+                for job in [job for job in running if job.is_over]:
+                    ending = job.end()
+                    running.remove(job)
+                    job.deliver(page)
+                    tell(f"{job.part.name}: {ending}, {job.seconds:.0f} s")
+                    yield job, ending
+                time.sleep(POLL_SECONDS)
+        finally:
+            for job in running:
+                job.end()
+
+
+def commit() -> str:
+    git = ["git", "-C", str(REPOSITORY), "log", "-1", "--format=%h"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def machine() -> str:
-    """Return what it was measured on, when and of which commit, in a sentence."""
+    """Return what it is measured on, in a sentence."""
     said = subprocess.run([find_llama_server(), "--version"], capture_output=True, text=True)
     lines = (line for line in (said.stdout + said.stderr).splitlines() if "version:" in line)
     version = next(lines, "version: unknown").partition("version: ")[2]
-    git = ["git", "-C", str(REPOSITORY), "log", "-1", "--format=%h"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     models = [
         line.partition(": ")[2]
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     return (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}, commit {commit}, {os.cpu_count()} CPU cores "
-        f"({models[0] if models else 'unknown'}), load average {os.getloadavg()[2]:.1f} before; "
-        f"llama-server {version}."
+        f"{os.cpu_count()} CPU cores ({models[0] if models else 'unknown'}); llama-server {version}. "
+        "*Load*: the load average of 15 minutes before. Tables of parts without a row are older."
     )
 
 
-def run(given: argparse.Namespace, page: Path) -> Iterator[tuple[Part, float, Ending]]:
-    """Run the parts; yield each with the seconds it took. None outlives the three hours."""
-    ends_at = time.monotonic() + 60 * ALL_MINUTES
-    for part in PARTS:
-        if given.only and part.name not in given.only:
-            continue
-        if part.needs_traces and not given.traces:
-            tell(f"{part.name}: {Ending.NOT_RUN}")
-            yield part, 0.0, Ending.NOT_RUN
-            continue
-        command = command_of(part, given.traces, page, is_quick=given.quick)
-        tell(f"{part.name}: begins; at most {part.minutes:.0f} minutes")
-        for folder in (word for word in command if word.startswith(str(FOLDER))):
-            shutil.rmtree(folder, ignore_errors=True)  # what is there would not be measured again
-        written_at, began = page.stat().st_mtime_ns, time.monotonic()
-        status = status_within(min(60 * part.minutes, ends_at - began), command)
-        ending = ending_of(part, status, is_written=page.stat().st_mtime_ns != written_at)
-        seconds = time.monotonic() - began
-        tell(f"{part.name}: {ending}, {seconds:.0f} s")
-        yield part, seconds, ending
+def new_section() -> Section:
+    """Return the table of the parts, without rows."""
+    columns = ("part", "command: `python -m`", "minutes", "result", "date", "commit", "load")
+    return Section("Parts", "", columns, note=machine())
+
+
+def with_rows(page: str, section: Section) -> str:
+    """Return the page with these rows in its table of parts, beside those of other parts."""
+    names = [part.name for part in PARTS]
+    added = section.with_rows_of(taken(page, "parts"))
+    known = [row for row in added.rows if row[0] in names]
+    added.rows = sorted(known, key=lambda row: names.index(row[0]))
+    return put(page, "parts", added.markdown(3))
 
 
 def main() -> int:
@@ -227,15 +299,19 @@ def main() -> int:
     if given.quick:
         page = Path(tempfile.mkdtemp(prefix="proof-")) / PROOF.name
         shutil.copy(PROOF, page)
-    section = Section("Parts", "", ("part", "command: `python -m`", "minutes", "result"))
-    section.note, endings = machine(), set[Ending]()
-    for part, seconds, ending in run(given, page):
-        words = part.quick if given.quick else part.arguments
+    chosen = [part for part in PARTS if not given.only or part.name in given.only]
+    left_out = [part for part in chosen if part.needs_traces and not given.traces]
+    for part in left_out:
+        tell(f"{part.name}: not run, as there is no TRACES=folder")
+    of = time.strftime("%Y-%m-%d", time.gmtime()), commit(), f"{os.getloadavg()[2]:.1f}"
+    section, endings = new_section(), set[Ending]()
+    for job, ending in run((part for part in chosen if part not in left_out), given, page):
+        words = job.part.quick if given.quick else job.part.arguments
         command = shlex.join(word.replace(f"{REPOSITORY}/", "") for word in words)
-        section.add(part.name, f"`{command}`", f"{seconds / 60:.1f}", ending, is_met=None)
+        minutes = f"{job.seconds / 60:.1f}"
+        section.add(job.part.name, f"`{command}`", minutes, ending, *of, is_met=None)
         endings.add(ending)
-        if not given.only:
-            page.write_text(put(page.read_text(), "parts", section.markdown(3)))
+        rewrite(page, lambda text: with_rows(text, section))
     print(section.markdown())
     tell(f"written: {page}")
     return 2 if endings & {Ending.FAILED, Ending.LATE} else int(Ending.MISSED in endings)

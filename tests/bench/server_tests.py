@@ -128,7 +128,7 @@ def outcomes(
             "LLAMA_SERVER_BIN_PATH": str(script),
             "PYTHONPATH": f"{FOLDER}/packages:{FOLDER}/tests",
         }
-        pytest = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", "--tb=no"]
+        pytest = [sys.executable, "-c", PYTEST, "-q", "-p", "no:cacheprovider", "--tb=line"]
         ran = [*pytest, f"--junitxml={report}", f"unit/test_{name}.py"]
         environment = os.environ | places | {"PORT": str(find_free_port()), "TMPDIR": folder}
         environment["WANTED"] = json.dumps(None if wanted is None else sorted(wanted))
@@ -202,4 +202,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -46,7 +46,7 @@ HEARTH = PROGRAM.with_name("hearth")
 RAM_MIB = (0, 8, 8192)
 """None, some conversations of a tiny model, and llama-server's own default."""
 BY_HAND, PEER, PROXY = "slot files by hand", "hearth", "proxy"
-FAILURES = (ChatFailed, ProxyError, LlamaServerError, ExceptionGroup)
+FAILURES = (ChatFailed, ProxyError, LlamaServerError, ExceptionGroup, OSError)
 CONTENDERS = (*(f"RAM cache {mib} MiB" for mib in RAM_MIB), BY_HAND, PEER, PROXY)
 
 
@@ -174,8 +174,8 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
         )
         for name in arguments.trace:
             await compare(section, name, kind, arguments, leftovers)
+            prove(arguments, f"side by side, {kind}", [section])
         print(section.markdown() + "\n", flush=True)
-        prove(arguments, f"side by side, {kind}", [section])
         n_failed += section.n_missed
     return 1 if n_failed else 0
 

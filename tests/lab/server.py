@@ -61,11 +61,12 @@ def find_free_port() -> int:
 def find_free_ports(n_ports: int) -> int:
     """Return the first of so many successive ports that nothing listens on.
 
-    They lie below those that the kernel gives away, in a range that no other worker of pytest-xdist has.
-    None is soon returned again: whoever has it may not have bound it yet.
+    They lie below those that the kernel gives away, in a range that no other worker of pytest-xdist has,
+    and no program with another number in LAB_WORKER. None is soon returned again: whoever has it may not
+    have bound it yet.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw-1").removeprefix("gw")
-    own = _PORTS[(int(worker) + 1) % len(_PORTS)]
+    worker = os.environ.get("PYTEST_XDIST_WORKER") or os.environ.get("LAB_WORKER", "-1")
+    own = _PORTS[(int(worker.removeprefix("gw")) + 1) % len(_PORTS)]
     while True:
         first = random.SystemRandom().choice(own[: len(own) - n_ports])
         ports = range(first, first + n_ports)
