@@ -276,8 +276,7 @@ OWN_CLIENT = "llama-prefix-cache"
 class Span(msgspec.Struct, array_like=True):
     """What the requests of a minute or an hour have reused; it begins at `since`, in seconds since 1970.
 
-    `saved_seconds` is what evaluating the reused tokens would have taken, less the restores. The other
-    seconds were spent on evaluating missed tokens and new tokens.
+    `saved_seconds` is what evaluating the reused tokens would have taken, less the restores.
     """
 
     since: float
@@ -287,8 +286,6 @@ class Span(msgspec.Struct, array_like=True):
     n_missed: int = 0
     n_new: int = 0
     saved_seconds: float = 0.0
-    missed_seconds: float = 0.0
-    new_seconds: float = 0.0
 
     def add(self, record: RequestRecord) -> None:
         """Count a request that has ended; one that was not looked up counts as a request only."""
@@ -296,15 +293,12 @@ class Span(msgspec.Struct, array_like=True):
         self.n_missing += record.cause.is_miss
         if record.n_prompt is None or record.confirmed is None:
             return
-        n_evaluated, seconds = record.n_prompt - record.confirmed, record.evaluation_seconds or 0.0
+        n_evaluated = record.n_prompt - record.confirmed
         n_missed = min(record.n_missed, n_evaluated)
-        missed_seconds = seconds * n_missed / max(1, n_evaluated)
         self.n_reused += record.confirmed
         self.n_missed += n_missed
         self.n_new += n_evaluated - n_missed
         self.saved_seconds += record.saved_seconds or 0.0
-        self.missed_seconds += missed_seconds
-        self.new_seconds += seconds - missed_seconds
 
 
 class Today(Span, array_like=False):

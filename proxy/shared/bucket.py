@@ -93,7 +93,7 @@ class Bucket:
             stream = self._obstore.list(
                 self._store, folder, offset=after, chunk_size=_LISTED_AT_ONCE
             )
-            while (batch := await self._next(stream)) is not None:
+            while (batch := await self._next(_whole_page(stream))) is not None:
                 found = (
                     listed(each["path"], each["size"], each["last_modified"].timestamp())
                     for each in batch
@@ -120,7 +120,7 @@ class Bucket:
             reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
             yield b""
             stream = reply.stream(min_chunk_size=least_bytes)
-            while (chunk := await self._next(stream, stall_seconds)) is not None:
+            while (chunk := await self._next(anext(stream), stall_seconds)) is not None:
                 yield bytes(chunk)
 
     async def write(self, name: str, data: Iterable[bytes], size_bytes: int) -> None:
@@ -138,10 +138,10 @@ class Bucket:
             with suppress(Gone), self._translated():
                 await _within(_SILENT_SECONDS, self._obstore.delete_async(self._store, name))
 
-    async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
-        """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""
+    async def _next(self, coming: Any, seconds: float = _SILENT_SECONDS) -> Any:
+        """Return what *coming* brings, None at the end; `anext` with a default cannot wait for obstore."""
         with suppress(StopAsyncIteration):
-            return await _within(seconds, anext(stream))
+            return await _within(seconds, coming)
         return None
 
     @contextmanager
@@ -160,6 +160,21 @@ async def _within(seconds: float, waiting: Any) -> Any:
     """Return what is waited for; before Python 3.12, `wait_for` loses a cancellation now and then."""
     async with asyncio.timeout(seconds):
         return await waiting
+
+
+def _whole_page(listing: Any) -> "asyncio.Future[Any]":
+    """Return the next page of a listing, which comes to its end even if nobody waits for the page any more.
+
+    If a listing is dropped when a page has just come, obstore panics, and no request succeeds from then on.
+    """
+
+    def keep(page: "asyncio.Future[Any]", _: Any = listing) -> None:
+        if not page.cancelled():
+            page.exception()  # if nobody waits, nobody else asks for it
+
+    page = anext(listing)
+    page.add_done_callback(keep)
+    return asyncio.shield(page)
 
 
 async def _drawn(data: Iterator[bytes]) -> AsyncIterator[bytes]:

@@ -1,6 +1,7 @@
 """The shared store between two directories: what goes up comes down as it was, or not at all."""
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -34,7 +35,7 @@ from proxy.store.known_models import namespaces_name
 from proxy.store.offline import read_records
 from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
-from tests.lab.faulty_link import Fault, FaultyLink
+from tests.lab.faulty_link import Conditions, Fault, FaultyLink
 from tests.lab.patience import wait_for_shared_store
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
@@ -501,6 +502,26 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         await b.tier.downloads.find_out()
         assert not b.tier.downloads.is_off and not b.degradations.kinds
         assert await b.fetch(tokens) is not None
+
+
+async def test_shared_store_can_be_asked_after_a_listing_was_given_up(link: FaultyLink) -> None:
+    bucket = Bucket(S3)
+
+    async def list_all() -> list[list[Listed]]:
+        return [batch async for batch in bucket.list("v1")]
+
+    link.conditions = Conditions(delay_seconds=0.1)
+    listing = asyncio.ensure_future(list_all())
+    await until(lambda: link.n_seen["GET"] == 1)
+    listing.cancel()
+    with pytest.raises(asyncio.CancelledError) as given_up:
+        await listing
+    await until(lambda: link.n_bytes_down > 0)
+    await asyncio.sleep(0.05)  # obstore has the page, and drops it with the frames of the error
+    del listing, given_up
+    gc.collect()
+    link.heal()
+    assert await list_all() == []
 
 
 async def test_upload_that_a_stop_broke_off_is_made_at_the_next_start(

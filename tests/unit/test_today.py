@@ -61,15 +61,14 @@ def test_new_day_begins_at_its_midnight_with_nothing() -> None:
 
 def test_minutes_and_hours_tell_what_was_reused_missed_and_new() -> None:
     history = History(today=Today(since=NOON))
-    times = {"saved_seconds": 3.0, "evaluation_seconds": 4.0}
-    facts = {"n_prompt": 1000, "confirmed": 600, "n_missed": 100, "cause": Cause.DATE} | times
-    history.add(record(at=NOON + 10, **facts))
+    facts = {"n_prompt": 1000, "confirmed": 600, "n_missed": 100, "cause": Cause.DATE}
+    history.add(record(at=NOON + 10, **facts, saved_seconds=3.0))
     history.add(record(at=NOON + 70, n_prompt=10, confirmed=10, saved_seconds=-1.0))
     history.add(record(at=NOON + 80))
-    first = Span(int(NOON), 1, 1, 600, 100, 300, 3.0, 1.0, 3.0)
+    first = Span(int(NOON), 1, 1, 600, 100, 300, 3.0)
     second = Span(int(NOON) + 60, 2, n_reused=10, saved_seconds=-1.0)
     assert history.minutes == [first, second]
-    assert history.hours == [Span(int(NOON), 3, 1, 610, 100, 300, 2.0, 1.0, 3.0)]
+    assert history.hours == [Span(int(NOON), 3, 1, 610, 100, 300, 2.0)]
     assert history.today.n_requests == 3
 
 
