@@ -109,6 +109,8 @@ class Router(ModelHost):
 
     async def models(self) -> Models:
         listed = {text_of(entry, "id"): entry for entry in await self._root.models("/models")}
+        if not all(map(_state, listed.values())):
+            raise UpstreamRefused(404, "a llama-server without a router lists its model")
         return Models(
             loaded=frozenset(name for name, entry in listed.items() if _state(entry) == "loaded"),
             known=frozenset(listed),

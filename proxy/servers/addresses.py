@@ -121,9 +121,11 @@ class HostedModels(Watched):
         return [process for server in self.servers.values() if (process := server.process)]
 
     async def watch(self) -> None:
-        """Follow which models are loaded, until cancelled."""
+        """Follow which models are loaded, until something else answers at the address."""
         while True:
             await self.look()
+            if self.phase is Phase.NOT_A_SERVER:
+                return
             await self.pause(_LOOK_SECONDS)
 
     async def look(self) -> None:
@@ -134,8 +136,15 @@ class HostedModels(Watched):
         async with self._one_look:
             try:
                 self.models = await self.host.models()
-            except (UpstreamSlow, UpstreamRefused):
+            except UpstreamSlow:
                 return
+            except UpstreamRefused:
+                if type(await recognise(self.root)) is type(self.host):
+                    return
+                self.enter(Phase.NOT_A_SERVER)
+                self._degradations.leave()
+                self.models = Models(frozenset(), frozenset())
+                self._admit(self._waiting.copy())  # what answers there now may know them
             except UpstreamUnreachable as fault:
                 self.enter(Phase.UNREACHABLE)
                 self._degradations.begin(DegradationKind.UNREACHABLE, str(fault))
@@ -319,13 +328,8 @@ class Addresses:
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
         """Watch all llama-servers, and verify stored states, while the block runs."""
-        is_single = len(self._roots) == 1
         for root in self._roots:
-            where = "" if is_single else root.target.name
-            server = self._followed(self._shared.of(root, where), is_host_of_models=self._is_host)
-            self._plain.append(server)
-            if not is_single:
-                server.on_idle = self._call_away
+            self._follow(root)
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = self._note_damage
         self._run(partial(verify_stored, self._shared))
@@ -435,6 +439,19 @@ class Addresses:
         for each in (*self.servers, *self._hosts.values()):
             each.give_up()
 
+    def _follow(self, root: LlamaServer) -> None:
+        """Follow what answers at an address as a llama-server, until it turns out to be a host."""
+        is_single = len(self._roots) == 1
+        services = self._shared.of(root, "" if is_single else root.target.name)
+        self._plain.append(server := self._followed(services, is_host_of_models=self._is_host))
+        if not is_single:
+            server.on_idle = self._call_away
+
+    async def _follow_host(self, hosted: HostedModels) -> None:
+        await hosted.watch()
+        del self._hosts[hosted.root]
+        self._follow(hosted.root)
+
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
         server = Server(self.settings, services, self._launch, **options)
@@ -478,7 +495,7 @@ class Addresses:
         await hosted.look()
         self._plain.remove(server)
         self._hosts[root] = hosted
-        self._run(hosted.watch)
+        self._run(partial(self._follow_host, hosted))
         return True
 
     def _new_model(self, hosted: HostedModels, model: str) -> Server:
