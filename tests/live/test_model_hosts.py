@@ -423,3 +423,22 @@ def _loaded_with_key(host: Host, key: str) -> set[str]:
     if isinstance(host, Router):
         return {m["id"] for m in told["data"] if m["status"]["value"] == "loaded"}
     return {run["model"] for run in told["running"]}
+
+
+async def test_llama_server_that_replaces_a_router_is_served_as_such(tmp_path: Path) -> None:
+    slots = tmp_path / "slots"
+    slots.mkdir(mode=0o700)
+    models = link_models(tmp_path / "models", {"full": "full"})
+    router: Host = Router(models, slots, n_ctx=4096, log_path=tmp_path / "router.log")
+    question = [{"role": "user", "content": "hello"}]
+    async with Rig(router, slots) as rig:
+        await rig.chat(question, model="full", max_tokens=1)
+        await Models(rig, router).attached({"full"})
+        router.stop()
+        model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+        with LlamaServer(model, slots, port=router.port, log_path=tmp_path / "one.log"):
+            await Models(rig, router).attached({router.base_url.removeprefix("http://")})
+            assert (await rig.health())["reasons"] == []
+        router.start()
+        await rig.chat(question, model="full", max_tokens=1)
+        await Models(rig, router).attached({"full"})
