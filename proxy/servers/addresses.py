@@ -19,7 +19,6 @@ from cachetools import TTLCache
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import Launch
-from proxy.core.model import Checkpoint
 from proxy.core.residency import Residents, next_step
 from proxy.errors import (
     CacheFault,
@@ -33,7 +32,7 @@ from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models, recognise
 from proxy.llama.requests import unloads_models
 from proxy.log import get_logger
-from proxy.servers.background import drain, remember_rates, save_idle_slots, settle, verify_stored
+from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
@@ -177,7 +176,7 @@ class HostedModels(Watched):
             return found
         if await self.host.accepts(keys):
             # Only idle slots are saved: a mere name is no reason to wait for running requests.
-            await drain(self.processes, self._save_seconds)
+            await background.drain(self.processes, self._save_seconds)
             with suppress(UpstreamFault):  # the host may tell later
                 try:
                     found = await self.host.resolve(name)
@@ -286,7 +285,7 @@ class HostedModels(Watched):
     async def _let_go(self, leaving: frozenset[str]) -> None:
         """Save the slots of these models, send the models nothing more, and unload them."""
         servers = [self.server(model) for model in leaving]
-        await settle((s.process for s in servers if s.process), self._save_seconds)
+        await background.settle((s.process for s in servers if s.process), self._save_seconds)
         for server in servers:
             if server.process:  # no saved state is suspect because this process ends
                 server.process.slots.forget_sources()
@@ -297,7 +296,7 @@ class HostedModels(Watched):
     async def save_all(self, keys: Mapping[str, str]) -> None:
         """Save the slots of all models before a client unloads some, if the host accepts its *keys*."""
         if await self.host.accepts(keys):
-            await settle(self.processes, self._save_seconds)
+            await background.settle(self.processes, self._save_seconds)
 
 
 # All addresses.
@@ -331,8 +330,10 @@ class Addresses:
         for root in self._roots:
             self._follow(root)
         if self._shared.opened_store is not None:
-            self._shared.opened_store.on_damage = self._note_damage
-        self._run(partial(verify_stored, self._shared))
+            self._shared.opened_store.on_damage = partial(
+                background.note_damage, self._shared, lambda: self.processes
+            )
+        self._run(partial(background.verify_stored, self._shared))
         try:
             yield
         finally:
@@ -432,7 +433,7 @@ class Addresses:
 
     async def drain(self, seconds: float) -> None:
         """Save every dirty slot now, in at most *seconds*."""
-        await drain(self.processes, seconds)
+        await background.drain(self.processes, seconds)
 
     def give_up(self) -> None:
         """Refuse all requests that wait for a llama-server: the proxy is about to stop."""
@@ -456,8 +457,9 @@ class Addresses:
         """Return a new Server with its background work; *options* are those of Server."""
         server = Server(self.settings, services, self._launch, **options)
         self._run(server.watch)
-        self._run(partial(save_idle_slots, lambda: server.process, self.settings.idle_save_seconds))
-        self._run(partial(remember_rates, lambda: server.process))
+        idle_seconds = self.settings.idle_save_seconds
+        self._run(partial(background.save_idle_slots, lambda: server.process, idle_seconds))
+        self._run(partial(background.remember_rates, lambda: server.process))
         return server
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -471,18 +473,6 @@ class Addresses:
             except Exception as error:
                 self._shared.faults.record("lifecycle", error)
                 await asyncio.sleep(_RETRY_SECONDS)
-
-    def _note_damage(self, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
-        """Log and count a damaged file, and taint the slots whose content may stem from it."""
-        self._shared.metrics.damaged_checkpoints.inc()
-        get_logger("store").warning(
-            "state damaged: it is removed, and what may stem from it",
-            file=damaged.file_name,
-            n_tokens=damaged.n_tokens,
-            stemming=[checkpoint.file_name for checkpoint in stemming],
-        )
-        for process in self.processes:
-            process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
 
     async def _is_host(self, server: Server) -> bool:
         """Return whether a host of models answers at an address; if so, its models replace *server*."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from proxy.core.cuts import Stop
 from proxy.core.messages import Kind
-from proxy.core.model import Cuts, Prompt, SlotId
+from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy
@@ -170,6 +170,24 @@ async def verify_stored(shared: Shared) -> None:
             except Exception as fault:
                 shared.faults.record("verify", fault)
         await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, VERIFY_SECONDS))
+
+
+def note_damage(
+    shared: Shared,
+    processes: Callable[[], Iterable[Process]],
+    damaged: Checkpoint,
+    stemming: list[Checkpoint],
+) -> None:
+    """Log and count a damaged file, and taint the slots whose content may stem from it."""
+    shared.metrics.damaged_checkpoints.inc()
+    get_logger("store").warning(
+        "state damaged: it is removed, and what may stem from it",
+        file=damaged.file_name,
+        n_tokens=damaged.n_tokens,
+        stemming=[checkpoint.file_name for checkpoint in stemming],
+    )
+    for process in processes():
+        process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
 
 
 # What a conversation's next prompt begins with is evaluated while its user reads the answer.
