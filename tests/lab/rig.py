@@ -9,7 +9,7 @@ import aiohttp
 from typing_extensions import TypeVar
 
 from proxy.core.launch import Launch
-from proxy.core.saving import is_write_back_due
+from proxy.servers.background import is_due
 from proxy.settings import Settings
 from tests.lab.older_builds import RewriteStateFile, keep_as_saved, rewriting
 from tests.lab.running import Running, run_proxy
@@ -89,7 +89,7 @@ class Rig(Generic[S]):
         return f"http://127.0.0.1:{self.running.admin_port}"
 
     async def settled(self) -> None:
-        """Wait until llama-server is attached, no slot is leased and all saves are committed."""
+        """Wait until llama-server is attached, no slot is leased, and what is worth saving is saved."""
         await until(self._is_settled)
 
     def _is_settled(self) -> bool:
@@ -100,7 +100,7 @@ class Rig(Generic[S]):
             is_known
             and not is_saving
             and not any(
-                slot.is_leased or is_write_back_due(process.rule, slot.content)
+                slot.is_leased or is_due(process, slot, 0.0)
                 for process in pool.processes
                 for slot in process.slots
             )
