@@ -22,8 +22,9 @@ UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-9))
 ENTERING = Transfer(UnitCost(0.005, 1.0), UnitCost(1e-9))
 """The assumed cost of syncing and entering a state that has arrived, until it was measured."""
 
-_TRIED_SHARE = 0.1
-"""A transfer that is given up costs a request about this share of the seconds that evaluating takes."""
+_TRIED_SHARE, _MOST_SHARE = 0.1, 1.2
+"""A transfer may take the first share of the seconds that evaluating takes before it shows how fast it is,
+and never more than the second."""
 
 _LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
 """The sizes of the pieces of a transfer, and how long a link takes for one."""
@@ -93,10 +94,12 @@ def _starts(prompt: Prompt, now: Situation) -> Iterator[Start]:
 def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
     """Return after how many seconds a transfer that has not brought *n_bytes* yet is given up.
 
-    The rate of a link is known after the call and a share of the limit. A transfer that will exceed the
-    limit by no more than that share goes on: giving it up and evaluating would take longer.
+    What was waited is lost either way. So a late transfer goes on while the rest, at the same rate, takes
+    less time than evaluating everything.
     """
-    share = max(_TRIED_SHARE, (1 + _TRIED_SHARE) * n_bytes / size_bytes)
+    n_left = size_bytes - n_bytes
+    is_most_there = n_bytes >= _MOST_SHARE * n_left
+    share = _MOST_SHARE if is_most_there else max(_TRIED_SHARE, n_bytes / n_left)
     return max(UNMEASURED.call.seconds, link.call.seconds) + share * limit_seconds
 
 

@@ -76,8 +76,10 @@ def test_nothing_is_fetched_that_is_here_or_gives_no_more() -> None:
 
 def test_transfer_is_given_up_once_it_would_come_too_late() -> None:
     quick = link(1e9, call_seconds=0.1)
-    assert seconds_for(50, 100, 2.0, quick) == pytest.approx(0.1 + 1.1)
-    assert seconds_for(100, 100, 2.0, quick) == pytest.approx(0.1 + 2.2), (
+    assert seconds_for(20, 100, 2.0, quick) == pytest.approx(0.1 + 0.5)
+    assert seconds_for(50, 100, 2.0, quick) == pytest.approx(0.1 + 2.0), "half is left"
+    assert seconds_for(60, 100, 2.0, quick) == seconds_for(100, 100, 2.0, quick)
+    assert seconds_for(100, 100, 2.0, quick) == pytest.approx(0.1 + 2.4), (
         "a little late is soon enough"
     )
 
