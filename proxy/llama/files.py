@@ -53,31 +53,18 @@ class Section(msgspec.Struct, frozen=True):
     rows: tuple[tuple[int, int], ...]
 
 
-class TensorBlock(msgspec.Struct, frozen=True):
-    """The position of one tensor of an attention section: strips, each with one element per cell.
-
-    A tensor whose rows are cells is a single strip; a transposed V has one strip per embedding value.
-    """
-
-    offset: int
-    element_bytes: int
-    n_strips: int
-
-
 class FoundSection(msgspec.Struct, frozen=True):
     """A section, and its position in a file.
 
     The cells of a non-empty attention section begin at `offset`, right behind their count (u32). Each cell
     takes `cell_bytes`: its position (i32), the number of its sequences (u32), M-RoPE coordinates if the
-    model has them, and the sequence (i32). `blocks` are in file order; a recurrent or empty section has
-    none.
+    model has them, and the sequence (i32): 0 bytes in a recurrent or empty section.
     """
 
     section: Section
     n_cells: int
     offset: int = 0
     cell_bytes: int = 0
-    blocks: tuple[TensorBlock, ...] = ()
 
     @property
     def end(self) -> int:
@@ -181,27 +168,26 @@ def _read_stream(
     is_possible = v_transposed <= 1 and 1 <= n_layers <= _MAX_LAYERS
     require(is_possible, "has an impossible attention header")
     rotations = reader.numbers("II") if version >= 4 else ()
-    tensors = [_skip_tensor(reader, n_cells) for _ in range(n_layers)]
+    rows = [_skip_tensor(reader, n_cells) for _ in range(n_layers)]
     if has_v:
         by_columns = bool(v_transposed)
-        tensors += [_skip_tensor(reader, n_cells, by_columns=by_columns) for _ in range(n_layers)]
-    rows = tuple((ggml_type, b.element_bytes * b.n_strips) for ggml_type, b in tensors)
-    section = Section("attention", n_streams, bool(v_transposed), n_layers, rotations, rows)
-    blocks = tuple(block for _, block in tensors)
-    return FoundSection(section, n_cells, offset, cell_bytes, blocks)
+        rows += [_skip_tensor(reader, n_cells, by_columns=by_columns) for _ in range(n_layers)]
+    section = Section("attention", n_streams, bool(v_transposed), n_layers, rotations, tuple(rows))
+    return FoundSection(section, n_cells, offset, cell_bytes)
 
 
-def _skip_tensor(
-    reader: Reader, n_cells: int, *, by_columns: bool = False
-) -> tuple[int, TensorBlock]:
-    """Skip a tensor whose rows or columns are cells; return its ggml type and its position."""
+def _skip_tensor(reader: Reader, n_cells: int, *, by_columns: bool = False) -> tuple[int, int]:
+    """Skip a tensor; return its ggml type, and its bytes per cell.
+
+    Cells are rows; in a transposed V they are columns, with one strip of elements per embedding value.
+    """
     ggml_type, element_bytes, n_strips = (
         reader.numbers("iII") if by_columns else (*reader.numbers("iQ"), 1)
     )
     require(0 <= ggml_type < 256, "has an impossible tensor type")
-    block = TensorBlock(reader.position, element_bytes, n_strips)
-    reader.skip(n_cells * element_bytes * n_strips)
-    return ggml_type, block
+    row_bytes = element_bytes * n_strips
+    reader.skip(n_cells * row_bytes)
+    return ggml_type, row_bytes
 
 
 def _read_recurrent(reader: Reader) -> FoundSection:
@@ -216,8 +202,7 @@ def _read_recurrent(reader: Reader) -> FoundSection:
     # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
     # number is not in the file: the section ends with the state.
     while reader.peek() not in _APPENDICES:
-        ggml_type, block = _skip_tensor(reader, n_cells)
-        rows.append((ggml_type, block.element_bytes))
+        rows.append(_skip_tensor(reader, n_cells))
     is_known = len(rows) % 2 == 0 and len(rows) <= 2 * n_layers
     require(is_known, "has recurrent tensors of an unknown kind")
     return FoundSection(Section("recurrent", 1, False, n_layers, (), tuple(rows)), n_cells)

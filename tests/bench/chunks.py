@@ -34,6 +34,7 @@ from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 MODELS = (("full", "small"), ("hybrid", "small"), ("hybrid", "heavy"))
 FIXED_BYTES, TOKENS_AT_ONCE = 64 << 10, 256
+_TENSOR_HEAD_BYTES = 12
 WINDOW_BYTES, MEAN_BYTES, LEAST_BYTES, MOST_BYTES = 48, 16 << 10, 4 << 10, 64 << 10
 
 Cut = Callable[[Path], list[int]]
@@ -51,10 +52,14 @@ def at_positions(path: Path) -> list[int]:
     begins = {0, state.state_end, state.size_bytes, *(c.offset for c in state.context_checkpoints)}
     for section in state.sections or ():
         begins |= {section.offset, section.end}
-        for block in section.blocks:
-            row_bytes = block.element_bytes
-            end = block.offset + block.n_strips * section.n_cells * row_bytes
-            begins |= set(range(block.offset, end, TOKENS_AT_ONCE * row_bytes)) | {end}
+        if section.cell_bytes:
+            begin = section.end + (16 if state.version >= 4 else 8)
+            # With flash attention, the rows of V are cells, too.
+            for _, row_bytes in section.section.rows:
+                begin += _TENSOR_HEAD_BYTES
+                end = begin + section.n_cells * row_bytes
+                begins |= {*range(begin, end, TOKENS_AT_ONCE * row_bytes), end}
+                begin = end
     cuts = [p for b, e in pairwise(sorted(begins)) for p in range(b, e, FIXED_BYTES)]
     return [*cuts, state.size_bytes]
 

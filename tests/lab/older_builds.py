@@ -49,7 +49,7 @@ def to_version_3(path: Path) -> None:
         raise ValueError(f"{path} is not a readable file of version 4")
     data = bytearray(path.read_bytes())
     for found in reversed(state.sections):
-        if found.blocks:
+        if found.cell_bytes:
             start = found.end + _BEFORE_ROTATIONS
             del data[start : start + _ROTATION_BYTES]
     struct.pack_into("<I", data, _VERSION_OFFSET, 3)

@@ -31,7 +31,7 @@ def spoil(path: Path) -> None:
     own and aborts at the next evaluation (server-context.cpp, "pos_min == -1, but n_past > 0").
     """
     state = read_state_file(path)
-    assert state.sections is not None and state.sections[0].blocks
+    assert state.sections is not None and state.sections[0].cell_bytes
     found = state.sections[0]
     with path.open("r+b") as file:
         file.seek(found.offset + found.cell_bytes)
