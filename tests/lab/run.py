@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ class RunProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process in a session of its own, away from our terminal."""
+        """Start the process in a session of its own, away from our terminal.
+
+        Under nohup a process would inherit that SIGHUP is ignored, and then ignores it, too.
+        """
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -86,6 +90,7 @@ class RunProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
             )
 
     def start_and_await_caching(self) -> None:
