@@ -222,16 +222,31 @@ def test_port_that_is_taken_is_told_with_its_flag_and_its_owner(
     assert f"(process {os.getpid()})" in said and f"give another {flag}" in said
 
 
+def test_port_that_is_taken_is_told_before_llama_server_is_started(
+    tmp_path: Path, taken: str
+) -> None:
+    program = llama_server_in(tmp_path)
+    flags = ("--slot-save-path", tmp_path, "--listen", taken, "--admin", "127.0.0.1:0")
+    status, said = told("run", *flags, "--", program)
+    assert status == 69 and said.startswith(f"llama-prefix-cache: cannot listen on {taken}")
+
+
 def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
     flags = ("--listen", "192.0.2.1:8081", "--admin", "127.0.0.1:0")
     status, said = told("serve", "--slot-save-path", tmp_path, *flags)
     assert status == 69 and "192.0.2.1:8081: cannot assign requested address" in said
 
 
-def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
-    program = tmp_path / "llama-server"
+def llama_server_in(folder: Path) -> Path:
+    """Return a program that `run` takes for llama-server."""
+    program = folder / "llama-server"
     program.write_text("#!/bin/sh\necho '--slot-save-path PATH   where'\n")
     program.chmod(0o755)
+    return program
+
+
+def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    program = llama_server_in(tmp_path)
     _, said = told("run", "--slot-save-path", "/etc/hostname/slots", "--", program)
     assert "/etc/hostname/slots: not a directory" in said
     program.chmod(stat.S_IRUSR)
