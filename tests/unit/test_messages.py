@@ -5,8 +5,10 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 from threading import Thread
 
 import pytest
@@ -15,6 +17,7 @@ from click.testing import CliRunner
 from proxy.__main__ import main
 from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
+from proxy.run.process import port_refusal
 from proxy.settings import ENVIRONMENT_PREFIX
 
 NOT_PLAIN = re.compile(
@@ -229,6 +232,22 @@ def test_port_that_is_taken_is_told_before_llama_server_is_started(
     flags = ("--slot-save-path", tmp_path, "--listen", taken, "--admin", "127.0.0.1:0")
     status, said = told("run", *flags, "--", program)
     assert status == 69 and said.startswith(f"llama-prefix-cache: cannot listen on {taken}")
+
+
+def test_owner_of_a_port_is_told_with_its_whole_name(tmp_path: Path) -> None:
+    """The kernel keeps 15 characters of it."""
+    script = tmp_path / "a-name-of-many-letters"
+    script.write_text(
+        f"#!{sys.executable}\nimport socket, sys\nlistener = socket.create_server(('127.0.0.1', 0))\n"
+        "print(listener.getsockname()[1], flush=True)\nsys.stdin.read()\n"
+    )
+    script.chmod(0o755)
+    with Popen([script], stdin=PIPE, stdout=PIPE) as owner:
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline())
+        said = port_refusal("127.0.0.1", port, OSError(errno.EADDRINUSE, "Address in use"))
+        owner.communicate()
+    assert said.endswith(f" by {script.name} (process {owner.pid})")
 
 
 def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
