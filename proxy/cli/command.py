@@ -291,8 +291,8 @@ class RunningProxy:
         except (HTTPException, OSError) as error:
             fail(
                 f"no proxy answers at http://{self.address}: {in_words(error)}. Start it (`run` or"
-                " `serve`), or give --admin HOST:PORT if its `admin` is another; without a proxy most"
-                " commands take --slot-save-path DIRECTORY",
+                " `serve`), or give --admin HOST:PORT if its `admin` is another. Without a proxy, `ls`,"
+                " `pin`, `unpin`, `rm` and `purge` take --slot-save-path DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 

@@ -139,6 +139,7 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
         (("stats",), "connection refused"),
         (("explain",), "no proxy answers"),
+        (("rm", "1b70"), "`rm` and `purge` take --slot-save-path DIRECTORY"),
         (("warm", "--from-request", "last"), "no proxy answers"),
         (("stats", "--admin", "http://no.such.host.invalid:8082"), "no proxy answers"),
         (("stats", "--admin", "nonsense"), "HOST:PORT"),
