@@ -445,3 +445,8 @@ def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:
     if file.is_file():
         agree(f"{file} is there already. Replace it?")
     return file
+
+
+file_option = partial(
+    click.option, required=True, type=FILE, callback=agree_to_write, help="The file to write."
+)

@@ -273,6 +273,12 @@ def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
     assert "command not found" in told("run", "--", program)[1]
 
 
+@pytest.mark.parametrize("group", [(), ("trace",)])
+def test_commands_are_told_in_whole_sentences(group: tuple[str, ...]) -> None:
+    said = CliRunner().invoke(main, [*group, "--help"]).output
+    assert "..." not in said.partition("Commands:")[2]
+
+
 def test_defaults_in_help_are_sizes_that_people_read() -> None:
     said = CliRunner().invoke(main, ["serve", "--help"]).output
     assert "20GiB" in said and "21474836480" not in said
