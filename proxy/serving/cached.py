@@ -44,7 +44,7 @@ from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 0.05
-"""After waiting this long for a slot, llama-server may be another process."""
+"""Once a request has waited this long for a slot, another llama-server process may be there."""
 
 
 class CachedRequest:
@@ -121,7 +121,7 @@ class CachedRequest:
             answer = await self._send(can_reuse=can_reuse)
         except BaseException as error:
             if self._reading is not None:
-                self._reading.cancel()  # it would write into the request, which may begin again
+                self._reading.cancel()  # reading writes into the request, which may begin again
             is_away = isinstance(error, ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
