@@ -93,7 +93,7 @@ class DegradationKind(StrEnum):
     """
 
     UNREACHABLE = "llama-server unreachable"
-    """llama-server does not answer. If it has before, requests wait, within upstream_wait_seconds.
+    """llama-server does not answer. Requests wait up to upstream_wait_seconds if it has answered before.
 
     Start llama-server, or correct `upstream` (--upstream URL).
     """
