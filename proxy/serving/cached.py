@@ -392,8 +392,7 @@ class CachedRequest:
         process.has_broken_off |= answer.is_broken
         if answer.timings is not None or answer.first_token_at is not None:
             process.slots[slot_id].has_answered = True
-        # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
-        if answer.timings is not None or not 400 <= answer.status < 500:
+        if not answer.is_refusal:
             before = process.slots[slot_id].content
             process.slots.set_content(
                 slot_id, as_kept(self._request, self._held(before, answer.timings))

@@ -42,6 +42,11 @@ class Answer:
     calls: tuple[CallMade, ...] = ()
     said: Callable[[], str] = str
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
+        return self.timings is None and 400 <= self.status < 500
+
 
 OnStart = Callable[[], None]
 Relay = Callable[[LlamaServer, bytes, OnStart, int | None], Awaitable[Answer]]
