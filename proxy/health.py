@@ -173,11 +173,11 @@ class Faults:
         reason = str(error) or type(error).__name__
         if stage in _ABOUT_PROMPTS and isinstance(error, UpstreamRefused):
             # llama-server quotes the text that it cannot render or parse, and no prompt is ever logged.
-            reason = f"llama-server answered {error.status}"
+            reason = f"llama-server answered {error.status} to the prompt"
         if (stage, reason) in self._seen:
             return
         if len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
         trace = None if isinstance(error, CacheFault) else error
-        says = f"the cache failed ({stage}: {reason}); the request was served without it"
+        says = f"the cache failed ({stage}: {reason}); the request went on without it"
         self._log.warning("cache fault", stage=stage, reason=reason, says=says, exc_info=trace)

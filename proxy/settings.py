@@ -158,7 +158,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md.
     """
     context_overflow: Literal["pass", "stable"] = "pass"
-    """A conversation that outgrows the context: pass to llama-server, or cut.
+    """A conversation that outgrows the context: pass it to llama-server, or cut it (stable).
 
     pass: llama-server refuses the request, and a client that can compact its conversation does.
     stable: the proxy leaves out the oldest turns, many at once; see docs/context-overflow.md.

@@ -291,8 +291,8 @@ class RunningProxy:
         except (HTTPException, OSError) as error:
             fail(
                 f"no proxy answers at http://{self.address}: {in_words(error)}. Start it (`run` or"
-                " `serve`), or give --admin HOST:PORT if its `admin` is another; without a proxy most"
-                " commands take --slot-save-path DIRECTORY",
+                " `serve`), or give --admin HOST:PORT if its `admin` is another. Without a proxy, `ls`,"
+                " `pin`, `unpin`, `rm` and `purge` take --slot-save-path DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 
@@ -445,3 +445,8 @@ def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:
     if file.is_file():
         agree(f"{file} is there already. Replace it?")
     return file
+
+
+file_option = partial(
+    click.option, required=True, type=FILE, callback=agree_to_write, help="The file to write."
+)

@@ -57,8 +57,8 @@ def stats(proxy: RunningProxy) -> None:
     llama-prefix-cache stats
     llama-prefix-cache stats --json | jq .today.n_reused
 
-    Today began at midnight, or when the proxy was started. `ls` lists the stored checkpoints; /metrics has
-    all numbers.
+    Today began at midnight, or when a proxy first used the directory. `ls` lists the stored checkpoints;
+    /metrics has all numbers.
     """
     overview = proxy.told()
     try:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,17 +196,18 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         free_port(launch.host, launch.port)
     except (SettingsError, OSError) as error:
         fail(error, Exit.USAGE if isinstance(error, SettingsError) else Exit.UNAVAILABLE)
-    configure_logging(settings.log_level, settings.log_format)
-    _tell(launch, is_upstream_given="upstream" in merged)
 
-    run_server = partial(
-        keep_running,
-        [*program, *arguments, *launch.added],
-        launch.environment,
-        restarts=restart,
-        is_shown=settings.log_level == "debug",
-        says_ready=f"ready: {_listeners(settings)}",
-    )
+    async def run_server(is_ready: IsReady) -> str:
+        _tell(launch, is_upstream_given="upstream" in merged)
+        return await keep_running(
+            [*program, *arguments, *launch.added],
+            launch.environment,
+            is_ready,
+            restarts=restart,
+            is_shown=settings.log_level == "debug",
+            says_ready=f"ready: {_listeners(settings)}",
+        )
+
     if end := _serve(settings, run_server, launch):
         path = launch.model_path
         is_missing = path and not Path(path).exists()

@@ -14,15 +14,14 @@ from rich.text import Text
 from rich.tree import Tree
 
 from proxy.cli.command import (
-    FILE,
     Exit,
     Store,
     age_in_words,
     agree,
-    agree_to_write,
     answer,
     checkpoints_in_words,
     fail,
+    file_option,
     opened,
     progress,
     table_of,
@@ -239,8 +238,8 @@ def purge(
     llama-prefix-cache purge --namespace 9f0c3a11 --dry-run
     llama-prefix-cache purge --everything --pinned --yes
 
-    Pinned checkpoints stay, unless --pinned is given. Slots keep what they hold: to erase a text, restart
-    llama-server as well.
+    AGE is written as 30m, 12h or 7d. Pinned checkpoints stay, unless --pinned is given. Slots keep what
+    they hold: to erase a text, restart llama-server as well.
     """
     if everything == bool(namespace or unused_for):
         fail("give --namespace and/or --unused-for, or --everything", Exit.USAGE)
@@ -331,7 +330,7 @@ def check(settings: Settings, fix: bool) -> None:
 
 @click.command("export")
 @names_argument
-@click.option("--to", "-o", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
+@file_option("--to", "-o", "file")
 @yes_option
 @with_directory
 def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:

@@ -26,6 +26,7 @@ from proxy.cli.command import (
     agree_to_write,
     answer,
     fail,
+    file_option,
     json_option,
     table_of,
     told_plainly,
@@ -71,7 +72,10 @@ def export(proxy: RunningProxy, file: Path) -> None:
 @_file
 @json_option
 def show(file: Path) -> None:
-    """Say what FILE reveals, before you give it away; a file with anything else in it is refused."""
+    """Say what FILE reveals, before you give it away.
+
+    A file with anything else in it is refused.
+    """
     tell(trace_in_words(_read(file)))
 
 
@@ -97,7 +101,7 @@ def tell(facts: Mapping[str, object]) -> None:
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @json_option
 def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None:
-    """Send the requests of FILE to URL, and say how much of them was reused.
+    """Send the requests of FILE to URL, and say how much was reused.
 
     \b
     llama-prefix-cache trace replay trace.jsonl http://127.0.0.1:8081
@@ -183,7 +187,7 @@ def trace_in_words(trace: Sequence[TracedRequest]) -> dict[str, str]:
     n_blocks = len(set().union(*(request.hash_ids for request in trace)))
     return {
         "requests": f"{len(trace):,} in {seconds_in_words(trace[-1].timestamp / 1000)}",
-        "prompts": f"{min(prompts):,} to {max(prompts):,} tokens, half over {median(prompts):,.0f}",
+        "prompts": f"{min(prompts):,} to {max(prompts):,} tokens, median {median(prompts):,.0f}",
         "answers": f"up to {max(request.output_length for request in trace):,} tokens",
         "blocks": f"{n_blocks:,} different ones, of which it has numbers alone",
         "known": f"{share_known(trace):.1%} of the tokens, in blocks that an earlier prompt had",
@@ -232,7 +236,7 @@ _MACHINE = (
 
 
 @click.command()
-@click.option("--report", "file", required=True, type=FILE, callback=agree_to_write, help="File.")
+@file_option("--report", "file")
 @click.option("--tokens", multiple=True, type=int, default=(2048, 8192, 32768), show_default=True)
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")

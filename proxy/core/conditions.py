@@ -93,7 +93,7 @@ class DegradationKind(StrEnum):
     """
 
     UNREACHABLE = "llama-server unreachable"
-    """llama-server does not answer. If it has before, requests wait, within upstream_wait_seconds.
+    """llama-server does not answer. Requests wait up to upstream_wait_seconds if it has answered before.
 
     Start llama-server, or correct `upstream` (--upstream URL).
     """
@@ -104,7 +104,7 @@ class DegradationKind(StrEnum):
     threads (--threads-http) than clients at once.
     """
     LOADING = "llama-server is loading"
-    """llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.
+    """llama-server is still loading its model. Requests wait for it up to upstream_wait_seconds.
 
     None needed: it ends by itself.
     """

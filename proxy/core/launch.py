@@ -59,6 +59,8 @@ class Launch:
     additions: list[tuple[str, ...]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     says: str = ""
+    n_ctx: int = 0
+    """The tokens of each slot that -c asks for; 0 without -c."""
     model_path: str = ""
     warnings: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
@@ -120,14 +122,15 @@ def plan_launch(
 
 
 def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
-    """Describe the model that is started, and the number and size of its slots."""
+    """Describe the model that is started, and the number and size of its slots; note that size."""
     named = next((given[n].value for n in ("--alias", "--hf-repo") if n in given), "")
     model = posixpath.basename(launch.model_path) or named or "the models that it finds"
     slots, context = given.get("--parallel"), given.get("--ctx-size")
     n_slots = int(slots.value) if slots and slots.value.isdecimal() else 1
     n_tokens = int(context.value) if context and context.value.isdecimal() else 0
     each = 1 if _unified_by(given) else n_slots
-    length = f"{n_tokens // max(1, each):,} tokens" if n_tokens else "the model's whole context"
+    launch.n_ctx = n_tokens // max(1, each)
+    length = f"{launch.n_ctx:,} tokens" if launch.n_ctx else "the model's whole context"
     return f"{model}, {n_slots} slot{'s' * (n_slots != 1)} of {length}"
 
 

@@ -90,7 +90,11 @@ def _listener(port: int) -> str:
     for opened in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
         with suppress(OSError):
             if os.readlink(opened) in sockets:
-                name = Path(opened.parts[0], *opened.parts[1:3], "comm").read_text().strip()
+                process = Path(*opened.parts[:3])
+                name = process.joinpath("comm").read_text().strip()  # of 15 characters at most
+                words = process.joinpath("cmdline").read_text().split("\0")
+                names = (Path(word).name for word in words)
+                name = next((each for each in names if each.startswith(name)), name)
                 return f"{name} (process {opened.parts[2]})"
     return ""
 

@@ -72,7 +72,10 @@ class Pool(Addresses):
                     return None
 
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
-        """Serve a request; return False if it has to begin again."""
+        """Serve a request; return False if it has to begin again.
+
+        With *may_be_lost*, a request whose model the host unloaded meanwhile begins again.
+        """
         epoch = servers[0].epoch
         server, process = await self.ready(servers)
         if process is None:
@@ -208,7 +211,7 @@ class Pool(Addresses):
         finally:
             for task in waits:
                 task.cancel()
-        # None is attached: prefer one that is there to one that never came.
+        # None is attached: prefer one that answers to one that cannot be reached.
         is_there = (
             t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
         )

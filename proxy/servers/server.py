@@ -395,6 +395,9 @@ class Server(Watched):
                 caches=process.can_cache,
                 rule=str(process.rule),
             )
+            if process.n_ctx + 256 < self._launch.n_ctx:  # llama-server rounds
+                given = f"{process.n_ctx:,} tokens a slot, not {self._launch.n_ctx:,}"
+                self._log.warning(f"llama-server gives {given}: the model has no longer context")
 
     def _outlast_strangers(self, process: Process) -> None:
         """Keep the slots that were busy at first contact leased until their requests have ended."""

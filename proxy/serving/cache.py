@@ -36,7 +36,7 @@ _MAX_BRIEF_BYTES = 768
 _LOOKING_SECONDS = 0.05
 """How long it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
-"""Per token of the context. Few prompts have so many bytes a token; the first one ends this judgement."""
+"""A body with more bytes for each token of the context is judged too long, until one such body fits."""
 BRIEF = "too short: looking it up costs more than it could spare"
 
 
@@ -69,7 +69,7 @@ class Cache:
             await self._read_now(process, request)
 
     def _is_brief(self, process: Process, request: Request) -> bool:
-        """Return whether a chat is so short that looking costs more than could be spared.
+        """Return whether a chat is so short that a lookup costs more than it could spare.
 
         Such a chat takes a slot only if that slot holds nothing of worth.
         """

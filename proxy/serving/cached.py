@@ -44,7 +44,7 @@ from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 0.05
-"""After waiting this long for a slot, llama-server may be another process."""
+"""Once a request has waited this long for a slot, another llama-server process may be there."""
 
 
 class CachedRequest:
@@ -121,7 +121,7 @@ class CachedRequest:
             answer = await self._send(can_reuse=can_reuse)
         except BaseException as error:
             if self._reading is not None:
-                self._reading.cancel()  # it would write into the request, which may begin again
+                self._reading.cancel()  # reading writes into the request, which may begin again
             is_away = isinstance(error, ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
@@ -394,8 +394,7 @@ class CachedRequest:
         process.has_broken_off |= answer.is_broken
         if answer.timings is not None or answer.first_token_at is not None:
             process.slots[slot_id].has_answered = True
-        # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
-        if answer.timings is not None or not 400 <= answer.status < 500:
+        if not answer.is_refusal:
             before = process.slots[slot_id].content
             process.slots.set_content(
                 slot_id, as_kept(self._request, self._held(before, answer.timings))

@@ -137,6 +137,7 @@ class _Waiting:
     choose: Callable[[], Choice[Any] | None]
     granted: "asyncio.Future[Lease[Any]]"
     n_passes: int
+    """How many later requests may still take a lease before this one."""
     is_placement: bool
 
 

@@ -42,14 +42,19 @@ class Answer:
     calls: tuple[CallMade, ...] = ()
     said: Callable[[], str] = str
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
+        return self.timings is None and 400 <= self.status < 500
+
 
 OnStart = Callable[[], None]
 Relay = Callable[[LlamaServer, bytes, OnStart, int | None], Awaitable[Answer]]
 """Sends a body to a llama-server and relays the whole answer to the client.
 
-OnStart is called once llama-server runs the request: it sends a stream's headers when the slot starts. The
-last argument is for the usage: how many tokens of the prompt the slot held before the proxy evaluated any
-at a stop, because llama-server counts those as cached too. It is None if the proxy evaluated none.
+OnStart is called once llama-server runs the request: llama-server sends a stream's headers when the slot
+starts. The last argument is for the usage, because llama-server counts tokens that the proxy evaluated at a
+stop as cached: how many tokens of the prompt the slot held before the first stop, None without a stop.
 """
 
 
@@ -69,10 +74,10 @@ class Request:
     `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty without
     both. `model`, `session` and `client` are the client's names for the model, for its session and for
     itself; each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache,
-    `wishes` are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an
-    empty answer: whole, or as a stream. `answering` is set once a token of the answer, or all of it, has
-    come. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send,
-    `body` the same decoded, None if it is no JSON object.
+    `wishes` are those of no_store and no_read that it has. A request that `warms` wants its prompt
+    evaluated and saved, and an empty answer: whole, or as a stream. `answering` is set once a token of the
+    answer, or all of it, has come. `arrived_at` is of the monotonic clock, `at` in seconds since 1970.
+    `raw` is the body to send, `body` the same decoded, None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request. `server`
     is its name, empty if there is only one, and `namespace` that of the tenant there; `rewrites` are the
@@ -130,8 +135,8 @@ class Request:
     def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the client's body, which is decoded here and nowhere else; return this request.
 
-        `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError if it
-        is no text, as vLLM says.
+        `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError,
+        in vLLM's words, if the salt is no text.
         """
         body = parse_body(raw)
         if body is None and b'"cache_salt"' in raw and is_too_deep(raw):

@@ -76,9 +76,10 @@ class SlotSaves:
 
         Other requests can wait for the state. Never raises a CacheFault: a failed save hurts no request.
         *is_just_predicted* says that the request which put the tokens there still has the slot. Other
-        tokens in the file then mean that its prompt was tokenized differently. Once *free* is done another
+        tokens in the file then mean that the prompt was tokenized differently. Once *free* is done another
         request may have the slot, and what the slot holds then is left alone. A slot is saved again only
-        when its last file is committed: a conversation's files are committed in order, and few wait for it.
+        when its last file is committed: a conversation's files are committed in order, and requests seldom
+        wait for that.
         """
         async with self._turns[slot_id]:
             process, room = self._process, self._process.room

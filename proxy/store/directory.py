@@ -73,7 +73,7 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
         except BlockingIOError as error:
             raise StoreLocked(
                 f"another llama-prefix-cache uses {directory}{_holder(descriptor)}: stop it first, or give"
-                " another --slot-save-path. Commands that can ask it (--admin) need none"
+                " another --slot-save-path. Without one, `ls`, `pin`, `unpin`, `rm` and `purge` ask it"
             ) from error
         except OSError as error:
             error.filename = str(path)

@@ -29,9 +29,9 @@ from proxy.web.writer import Unread
 MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
 MAX_TARGET_BYTES = 32 << 10
-"""The longest path with its query; llama-server itself takes as many."""
+"""The longest path with its query; llama-server has the same limit."""
 IDLE_SECONDS = 75.0
-"""How long a connection may be without a whole head of a request; llama-server closes it after 5 s."""
+"""How long the proxy keeps a connection without a whole request head; llama-server keeps one for 5 s."""
 BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
 _SESSION_HEADERS = (
@@ -141,7 +141,7 @@ class Front:
                 self.report.unanswered(request, error)
             raise
         finally:
-            # What refers to each other keeps the body until Python collects garbage.
+            # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.tell, request.foresee = Told, not_looked_up
             await exchange.writer.stop_keeping()
 

@@ -66,8 +66,8 @@ class Exchange:
         """Send the client's request with *body* and relay the answer; return facts of the answer.
 
         Returns when llama-server is done; the unread rest waits in `writer`. *on_start* is called when a
-        stream begins, which is when llama-server begins to work on it. *n_found* is for the usage, as in
-        serving's Relay. *headers* are those of a generation unless given. Raises
+        stream begins, which is when llama-server begins to work on it. *n_found* is for the usage, as
+        `Relay` in serving/request.py says. *headers* are those of a generation unless given. Raises
         ServerAway if there is no answer. An answer that breaks off ends in an error event.
         """
         client = self.client

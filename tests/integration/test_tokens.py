@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION
+from tests.integration.rig import CHAT, COMPLETION, question
 from tests.lab.run import slots_in
 from tests.lab.waiting import until
 
@@ -130,14 +130,19 @@ async def test_slot_that_holds_less_than_believed_is_counted(start_rig: StartRig
         assert rig.sample("live_reuse_short_total") == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETION, {"prompt": " word" * 300}), (CHAT, {"messages": question("b")})],
+    ids=["read", "not read"],
+)
 @pytest.mark.parametrize(("status", "slots"), [(400, {"known": 1}), (500, {"unknown": 1})])
 async def test_request_that_was_refused_leaves_the_table_true(
-    start_rig: StartRig, status: int, slots: dict[str, int]
+    start_rig: StartRig, status: int, slots: dict[str, int], path: str, body: dict[str, Any]
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
         await rig.chat("a")
-        rig.server.faults.refuse["generate"] = status
-        assert (await rig.post(COMPLETION, {"prompt": " word" * 300})).status == status
+        rig.server.faults.refuse |= {"generate": status, "apply-template": status}
+        assert (await rig.post(path, body)).status == status
         assert slots_in(await rig.health()) == slots
         rig.server.faults.refuse.clear()
         assert (await rig.chat("a")).n_reused == 308

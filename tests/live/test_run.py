@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.lab.architectures import N_CONTEXT
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
 from tests.lab.processes import await_end, is_alive
@@ -254,6 +255,15 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     assert len(lines) == len(expected), run.log_text()
     for (_, words), pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, words), words
+
+
+def test_context_that_the_model_does_not_have_is_told(new_run: StartRun) -> None:
+    arguments = ("-c", str(2 * N_CONTEXT), *LLAMA_SERVER_ARGUMENTS[2:])
+    run = new_run(arguments=arguments, environment=AT_DEFAULT)
+    run.start_and_await_caching()
+    assert run.stop() == 0
+    told = f"llama-server gives {N_CONTEXT:,} tokens a slot, not {2 * N_CONTEXT:,}"
+    assert f"warning: {told}: the model has no longer context" in run.log_text()
 
 
 def test_ready_is_told_once_first_contact_has_ended(new_run: StartRun) -> None:

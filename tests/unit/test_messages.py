@@ -5,8 +5,10 @@ import os
 import re
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE, Popen
 from threading import Thread
 
 import pytest
@@ -15,6 +17,7 @@ from click.testing import CliRunner
 from proxy.__main__ import main
 from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
+from proxy.run.process import port_refusal
 from proxy.settings import ENVIRONMENT_PREFIX
 
 NOT_PLAIN = re.compile(
@@ -136,6 +139,7 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
         (("stats",), "connection refused"),
         (("explain",), "no proxy answers"),
+        (("rm", "1b70"), "`rm` and `purge` take --slot-save-path DIRECTORY"),
         (("warm", "--from-request", "last"), "no proxy answers"),
         (("stats", "--admin", "http://no.such.host.invalid:8082"), "no proxy answers"),
         (("stats", "--admin", "nonsense"), "HOST:PORT"),
@@ -222,20 +226,57 @@ def test_port_that_is_taken_is_told_with_its_flag_and_its_owner(
     assert f"(process {os.getpid()})" in said and f"give another {flag}" in said
 
 
+def test_port_that_is_taken_is_told_before_llama_server_is_started(
+    tmp_path: Path, taken: str
+) -> None:
+    program = llama_server_in(tmp_path)
+    flags = ("--slot-save-path", tmp_path, "--listen", taken, "--admin", "127.0.0.1:0")
+    status, said = told("run", *flags, "--", program)
+    assert status == 69 and said.startswith(f"llama-prefix-cache: cannot listen on {taken}")
+
+
+def test_owner_of_a_port_is_told_with_its_whole_name(tmp_path: Path) -> None:
+    """The kernel keeps 15 characters of it."""
+    script = tmp_path / "a-name-of-many-letters"
+    script.write_text(
+        f"#!{sys.executable}\nimport socket, sys\nlistener = socket.create_server(('127.0.0.1', 0))\n"
+        "print(listener.getsockname()[1], flush=True)\nsys.stdin.read()\n"
+    )
+    script.chmod(0o755)
+    with Popen([script], stdin=PIPE, stdout=PIPE) as owner:
+        assert owner.stdout is not None
+        port = int(owner.stdout.readline())
+        said = port_refusal("127.0.0.1", port, OSError(errno.EADDRINUSE, "Address in use"))
+        owner.communicate()
+    assert said.endswith(f" by {script.name} (process {owner.pid})")
+
+
 def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
     flags = ("--listen", "192.0.2.1:8081", "--admin", "127.0.0.1:0")
     status, said = told("serve", "--slot-save-path", tmp_path, *flags)
     assert status == 69 and "192.0.2.1:8081: cannot assign requested address" in said
 
 
-def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
-    program = tmp_path / "llama-server"
+def llama_server_in(folder: Path) -> Path:
+    """Return a program that `run` takes for llama-server."""
+    program = folder / "llama-server"
     program.write_text("#!/bin/sh\necho '--slot-save-path PATH   where'\n")
     program.chmod(0o755)
+    return program
+
+
+def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    program = llama_server_in(tmp_path)
     _, said = told("run", "--slot-save-path", "/etc/hostname/slots", "--", program)
     assert "/etc/hostname/slots: not a directory" in said
     program.chmod(stat.S_IRUSR)
     assert "command not found" in told("run", "--", program)[1]
+
+
+@pytest.mark.parametrize("group", [(), ("trace",)])
+def test_commands_are_told_in_whole_sentences(group: tuple[str, ...]) -> None:
+    said = CliRunner().invoke(main, [*group, "--help"]).output
+    assert "..." not in said.partition("Commands:")[2]
 
 
 def test_defaults_in_help_are_sizes_that_people_read() -> None:

@@ -47,7 +47,7 @@ def test_equal_numbers_are_equal_texts_of_about_the_same_length() -> None:
 
 def test_trace_in_words_has_its_numbers() -> None:
     told = trace_in_words(numbered([asked(FIRST, 0), asked(ON, 7200)]))
-    assert told["prompts"].startswith("1,100 to 1,700 tokens")
+    assert told["prompts"] == "1,100 to 1,700 tokens, median 1,400"
     assert told["blocks"].startswith("5 different ones")
     assert told["known"].startswith("36.6%")
 
