@@ -374,16 +374,18 @@ class Process(Services):
         self.slots.set_content(slot_id, content)
 
     async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:
-        checkpoint = restored.checkpoint
-        self.slots.set_content(slot_id, TAINTED)
-        self.slots[slot_id].note_restore(checkpoint)
-        began = time.monotonic()
-        try:
-            n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
-        except UpstreamRefused:
-            # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
-            self.slots.set_content(slot_id, Empty())
-            raise
+        checkpoint, n_restored = restored.checkpoint, None
+        while n_restored is None:
+            self.slots.set_content(slot_id, TAINTED)
+            self.slots[slot_id].note_restore(checkpoint)
+            began = time.monotonic()
+            try:
+                n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
+            except UpstreamRefused as refusal:
+                # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
+                self.slots.set_content(slot_id, Empty())
+                if refusal.status != 400 or not await self._make_room(slot_id, checkpoint):
+                    raise
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
@@ -391,6 +393,26 @@ class Process(Services):
         )
         if n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
+
+    async def _make_room(self, slot_id: SlotId, checkpoint: Checkpoint) -> bool:
+        """Empty a free slot for a restore that was refused; return False if there was room for it.
+
+        With --kv-unified all slots share the cells of one context, and a restore frees none. Raises NoRoom
+        if no slot can be emptied.
+        """
+        told, others = dict[int, int](), [slot for slot in self.slots if slot.id != slot_id]
+        with suppress(UpstreamFault):  # --no-slots
+            told = {status.id: status.n_held or 0 for status in await self.slot_states()}
+        known = {s.id: s.content.n_tokens for s in others if isinstance(s.content, Known)}
+        n_held = sum(max(told.get(slot.id, 0), known.get(slot.id, 0)) for slot in others)
+        if n_held + checkpoint.n_tokens <= self.n_ctx:
+            return False
+        for slot in sorted(others, key=lambda slot: slot.used_at):
+            if not (slot.is_leased or isinstance(slot.content, Empty) or self.queue.is_placing):
+                await self.empty(slot.id)
+                if isinstance(self.slots[slot.id].content, Empty):
+                    return True
+        raise NoRoom("context", "other slots hold so much that a state cannot be restored")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
