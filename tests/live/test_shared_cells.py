@@ -58,3 +58,16 @@ async def test_stream_that_outgrows_the_cells_ends_in_one_error(start_rig: Start
         await rig.settled()
         assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 0
         assert rig.sample("drift_total") == 0
+
+
+async def test_conversation_whose_slot_was_emptied_for_another_is_restored(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", **UNIFIED) as rig:
+        for messages in LONG:
+            await rig.chat(messages)
+            await rig.settled()
+        for messages in LONG:
+            reply = await rig.chat(messages)
+            assert reply["timings"]["prompt_n"] == 1
+        assert rig.sample("live_reuse_short_total") == 0
