@@ -129,12 +129,8 @@ class Cache:
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
         prompt, namespace = request.prompt, process.tenant_namespace(request.tenant)
-        is_same = request.extends is None and (
-            prompt is None
-            or prompt.namespace == namespace
-            and prompt.shape not in process.disabled_shapes
-        )
-        if not is_same:
+        is_off = prompt and prompt.shape in process.disabled_shapes
+        if request.extends or is_off or (prompt and prompt.namespace != namespace):
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
