@@ -438,6 +438,24 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
         assert a.sample("shared_states_total", direction="up") == 0
 
 
+async def test_state_stays_there_while_the_budget_has_no_room_for_what_replaces_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        first = await a.save(run_of(3000))
+    limits = SharedLimits(upload_bytes_per_day=first.size_bytes * 3 // 2)
+    async with start("a", limits=limits) as a:
+        second = await a.commit(run_of(4000))
+        await a.tier.uploads.drain(HANG_SECONDS)
+        await a.store.remove(first, Removal.SUPERSEDED)
+        await a.tier.uploads.drain(HANG_SECONDS)
+        (found,) = await a.find(run_of(4000), is_full=True)
+        assert found.checkpoint.shared_id == first.shared_id
+        monkeypatch.setattr("time.time", lambda now=time.time: now() + 2 * 86400)
+        await a.commit(run_of(1500, start=50_000))  # whatever wakes the uploads on another day
+        await until(lambda: (a.store.get(second.id) or second).shared_id)
+
+
 async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) -> None:
     async with start("a", limits=SharedLimits(upload_bytes_per_day=1)) as a:
         await a.commit(run_of(3000))
