@@ -130,7 +130,10 @@ class AnswerReader:
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
         is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
-        if is_last or data == b"[DONE]" or isinstance(event.get("error"), dict):
+        # Messages streams have no object around an error. llama-server may have emptied the slot for it.
+        if is_error := isinstance(event.get("error"), dict) or event.keys() >= {"code", "message"}:
+            self._timings, self._usages = None, []
+        if is_last or data == b"[DONE]" or is_error:
             self._has_ended = True
         with suppress(KeyError, TypeError, AttributeError, IndexError):
             match self._route:

@@ -237,6 +237,8 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
             raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         await _look_for_clearing(process, slot_id, fixed[-1:])
         process.saves_context_checkpoints = bool(probe.restore_points)
+        sections = [s for s in probe.layout or () if s.kind == "attention"]
+        process.shares_cells = len(table) > 1 and any(s.n_streams == 1 for s in sections)
         static = _static(identity, probe)
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
         process.metrics.served_models.labels(name).set(1)

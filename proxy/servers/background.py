@@ -110,7 +110,8 @@ async def _settle(process: Process, seconds: float) -> None:
     queue = process.queue
     with suppress(TimeoutError, ServerAway, FreeElsewhere, TooManyRequests):
         async with asyncio.timeout(seconds):
-            (await queue.lease(partial(_all_slots, queue.table))).release()
+            all_slots = partial(_when_idle, queue.table, *(slot.id for slot in queue.table))
+            (await queue.lease(all_slots)).release()
     await _drain(process, seconds)
 
 
@@ -127,11 +128,6 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> None:
             lease.hand_over(writing[-1])
     done = asyncio.gather(*writing)
     done.add_done_callback(lambda _: turn.end())
-
-
-def _all_slots(table: SlotTable) -> Choice[None] | None:
-    is_free = not any(slot.is_leased for slot in table)
-    return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
 def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
@@ -300,8 +296,8 @@ class Ahead:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
 
 
-def _when_idle(table: SlotTable, slot_id: SlotId) -> Choice[None] | None:
-    return None if any(slot.is_leased for slot in table) else Choice((slot_id,), None)
+def _when_idle(table: SlotTable, *slot_ids: SlotId) -> Choice[None] | None:
+    return None if any(slot.is_leased for slot in table) else Choice(slot_ids, None)
 
 
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:

@@ -370,9 +370,8 @@ class Server(Watched):
             process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
             if last:  # it is the same process: its slots are as they were
-                for slot in process.slots:
-                    if not slot.is_leased:
-                        process.slots.set_content(slot.id, last.slots[slot.id].content)
+                for slot in process.slots.free():
+                    process.slots.set_content(slot.id, last.slots[slot.id].content)
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
         warn_of_several(process)

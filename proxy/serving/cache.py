@@ -74,9 +74,8 @@ class Cache:
         Such a chat takes a slot only if that slot holds nothing of worth.
         """
         n_bytes, rates = len(request.raw), process.rates
-        if request.wishes or request.warms:
-            return False
-        if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
+        is_plain = not (request.wishes or request.warms) and honours_id_slot(request.route)
+        if not is_plain or n_bytes > _MAX_BRIEF_BYTES:
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // BYTES_PER_TOKEN)
         if rates.is_measured and seconds > _LOOKING_SECONDS:
@@ -130,12 +129,8 @@ class Cache:
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
         prompt, namespace = request.prompt, process.tenant_namespace(request.tenant)
-        is_same = request.extends is None and (
-            prompt is None
-            or prompt.namespace == namespace
-            and prompt.shape not in process.disabled_shapes
-        )
-        if not is_same:
+        is_off = prompt and prompt.shape in process.disabled_shapes
+        if request.extends or is_off or (prompt and prompt.namespace != namespace):
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()

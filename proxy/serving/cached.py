@@ -434,7 +434,9 @@ class CachedRequest:
             self._disagree(n_prompt)
             return unknown
         self._confirm()
+        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
         if account.is_drift and not process.clears_idle_slots:
+            process.metrics.drift.inc()
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= process.n_ctx:
             # At the end of the context it may have been shifted: such states are not exact.
@@ -471,9 +473,6 @@ class CachedRequest:
             self._blame(start.restored.checkpoint)
         elif account.n_restored:
             process.recover(DegradationKind.RESTORES_NOT_REUSED)
-        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
-        if account.is_drift and not process.clears_idle_slots:
-            process.metrics.drift.inc()
         if account.is_short:
             process.metrics.live_reuse_short.inc()
 

@@ -39,10 +39,8 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
 
     llama-server does not tell the content of a slot that has never run a task.
     """
-    emptied = [SlotId(s.id) for s in statuses if s.id_task >= 0 and s.n_held == 0]
-    full = [
-        s for s in emptied if not table[s].is_leased and not isinstance(table[s].content, Empty)
-    ]
+    emptied = {s.id for s in statuses if s.id_task >= 0 and s.n_held == 0}
+    full = [s.id for s in table.free() if s.id in emptied and not isinstance(s.content, Empty)]
     for slot_id in full:
         table.set_content(slot_id, Empty())
     return bool(full)
@@ -84,16 +82,16 @@ class Launches:
 
         Yields None if a turn would exclude nobody.
         """
-        if not self._process.clears_idle_slots:
-            yield None
-            return
-        turn = await self._turns.take()
+        process = self._process
+        turn = await self._turns.take() if process.clears_idle_slots else None
         try:
-            with suppress(UpstreamFault):
-                note_emptied(self._table, await self._process.slot_states())
+            if turn or process.is_overfull:
+                with suppress(UpstreamFault):
+                    note_emptied(self._table, await process.slot_states())
             yield turn
         finally:
-            turn.end()
+            if turn:
+                turn.end()
 
     def try_turn(self) -> Turn | None:
         """Return a turn if it is free."""

@@ -116,6 +116,8 @@ class Process(Services):
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
     saves_context_checkpoints: bool = False
+    shares_cells: bool = False
+    """Whether all slots share the cells of one context (--kv-unified)."""
     clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
     rates: Rates = field(default_factory=Rates)
@@ -157,6 +159,12 @@ class Process(Services):
     @property
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether the slots hold more than there are cells: llama-server has emptied an idle one."""
+        held = (s.content.n_tokens for s in self.slots if isinstance(s.content, Known))
+        return self.shares_cells and sum(held) > self.n_ctx
 
     @property
     def n_queued(self) -> int:
@@ -374,16 +382,18 @@ class Process(Services):
         self.slots.set_content(slot_id, content)
 
     async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:
-        checkpoint = restored.checkpoint
-        self.slots.set_content(slot_id, TAINTED)
-        self.slots[slot_id].note_restore(checkpoint)
-        began = time.monotonic()
-        try:
-            n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
-        except UpstreamRefused:
-            # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
-            self.slots.set_content(slot_id, Empty())
-            raise
+        checkpoint, n_restored = restored.checkpoint, None
+        while n_restored is None:
+            self.slots.set_content(slot_id, TAINTED)
+            self.slots[slot_id].note_restore(checkpoint)
+            began = time.monotonic()
+            try:
+                n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
+            except UpstreamRefused as refusal:
+                # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
+                self.slots.set_content(slot_id, Empty())
+                if refusal.status != 400 or not await self._make_room(slot_id):
+                    raise
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
@@ -391,6 +401,22 @@ class Process(Services):
         )
         if n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
+
+    async def _make_room(self, slot_id: SlotId) -> bool:
+        """Empty a free slot for a restore that was refused; return False if no slot is in its way.
+
+        Where slots share their cells, a restore frees none. Raises NoRoom if no slot can be emptied.
+        """
+        others = [slot for slot in self.slots if slot.id != slot_id]
+        full = [s for s in others if s.is_leased or not isinstance(s.content, Empty)]
+        if not (self.shares_cells and full):
+            return False
+        for slot in sorted(full, key=lambda slot: slot.used_at):
+            if not (slot.is_leased or self.queue.is_placing):
+                await self.empty(slot.id)
+                if isinstance(self.slots[slot.id].content, Empty):
+                    return True
+        raise NoRoom("context", "other slots hold so much that a state cannot be restored")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers

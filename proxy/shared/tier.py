@@ -73,6 +73,8 @@ class Tier:
             done = [await self.look(folder, is_full=is_full) for folder in folders]
             if is_full and done and all(done):
                 full_at = time.monotonic()
+                with suppress(CacheFault):  # it was noted
+                    await self._keep_capacity()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS if done else _UNSERVED_SECONDS):
                     await remote.has_failed.wait()
@@ -124,10 +126,7 @@ class Tier:
                 metas = (each for each in batch if each.kind == META)
                 new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
                 await self._read_metas(new)
-                for each in batch if is_full else ():
-                    kinds, n_bytes, at = found.get(each.id, ("", 0, 0.0))
-                    kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
-                    found[each.id] = kinds, n_bytes, max(at, each.modified_at)
+                _add(found, batch if is_full else [])
         if is_full:
             await self._compare(folder, found, known)
 
@@ -171,7 +170,7 @@ class Tier:
     async def _compare(
         self, folder: str, found: dict[str, Found], known: set[CheckpointId]
     ) -> None:
-        """Hold what was *known* of a namespace against all that is there; delete what is over."""
+        """Hold what was *known* of a namespace against all that is there."""
         remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
         there = await asyncio.to_thread(_ids_in, found)
         for checkpoint_id in known - there:
@@ -184,19 +183,32 @@ class Tier:
                 names = [objects.name_of(folder, shared_id, kind) for kind in kinds.split()]
                 with remote.trying("delete"):
                     await remote.bucket.delete(*names)
-        n_over = sum(n_bytes for _, n_bytes, _ in found.values()) - self._capacity
-        if self._capacity and n_over > 0:
+
+    async def _keep_capacity(self) -> None:
+        """Delete own states if those of all models and writers are too many; raises CacheFault."""
+        found, remote = dict[str, Found](), self.remote
+        if self._capacity:
+            with remote.trying("list"):
+                async for batch in remote.bucket.list(objects.VERSION):
+                    _add(found, batch)
             own = await asyncio.to_thread(self._own, found)
-            for checkpoint in choose_deletions(own, n_over, now):
+            n_over = sum(n_bytes for _, n_bytes, _ in found.values()) - self._capacity
+            for checkpoint in choose_deletions(own, n_over, time.time()):
                 await remote.delete(checkpoint)
 
     def _own(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
         """Return the states that this proxy has put there, and when each was last read."""
-        ours = (
-            (i, at) for i, (*_, at) in found.items() if objects.writer_of(i) == self.remote.writer
-        )
-        records = ((self.remote.index.record(objects.index_id(i)), at) for i, at in ours)
+        read, writer = self.remote.index.record, self.remote.writer
+        ours = ((i, at) for i, (*_, at) in found.items() if objects.writer_of(i) == writer)
+        records = ((read(objects.index_id(i)), at) for i, at in ours)
         return [(record, at) for record, at in records if record is not None]
+
+
+def _add(found: dict[str, Found], batch: list[Listed]) -> None:
+    for each in batch:
+        kinds, n_bytes, at = found.get(each.id, ("", 0, 0.0))
+        kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
+        found[each.id] = kinds, n_bytes, max(at, each.modified_at)
 
 
 def _ids_in(found: dict[str, Found]) -> set[CheckpointId]:

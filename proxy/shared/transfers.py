@@ -241,9 +241,11 @@ class Uploads:
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
         """Delete a state that this proxy has put there once it is needless or not wanted here.
 
-        One that only had to make room stays there: that is what the shared store is for.
+        One that only had to make room stays there: that is what the shared store is for. So does one whose
+        successor will not be uploaded today.
         """
-        if checkpoint.quarantine or reason in (Removal.SUPERSEDED, Removal.OPERATOR):
+        is_replaced = reason is Removal.SUPERSEDED and self._may_upload(checkpoint.size_bytes)
+        if checkpoint.quarantine or is_replaced or reason is Removal.OPERATOR:
             self.withdraw(checkpoint)
 
     def withdraw(self, checkpoint: Checkpoint) -> None:
@@ -301,10 +303,9 @@ class Uploads:
                 self._pending.discard(checkpoint_id)
             elif (rates := present.rates_by.get(checkpoint.namespace)) is not None:
                 worth = spared_per_byte(checkpoint, rates, self._remote.link)
-                is_too_short = checkpoint.n_tokens < objects.STEP_TOKENS
-                if not worth or is_too_short or not self._may_upload(checkpoint.size_bytes):
+                if not worth or checkpoint.n_tokens < objects.STEP_TOKENS:
                     self._pending.discard(checkpoint_id)
-                elif worth > most:
+                elif worth > most and self._may_upload(checkpoint.size_bytes):
                     best, most = checkpoint, worth
         return best
 

@@ -300,7 +300,6 @@ def entered_as(
         last_used_at=now,
         is_pinned=False,
         n_restores=0,
-        quarantine=None,
         parts=record.content,
         verified_at=now,
         ancestors=(),

@@ -165,6 +165,20 @@ async def test_stream_is_whole_with_its_last_event(ask: Ask, upstream: Upstream,
         assert await answer.read() == TOKEN + DONE
 
 
+async def test_stream_that_ends_in_an_error_of_its_own_is_whole(
+    ask: Ask, upstream: Upstream
+) -> None:
+    """Anthropic's error event has no object around it, and nothing follows it."""
+    upstream.path = "/v1/messages"
+    begin = b'event: message_start\ndata: {"type":"message_start","message":{"usage":{}}}\n\n'
+    error = b'event: error\ndata: {"code":500,"message":"no room","type":"server_error"}\n\n'
+    upstream.parts = [EVENTS + CHUNKED, chunk(begin), chunk(error) + chunk(b"")]
+    async with ask() as answer:
+        begun, *told, end = (await answer.read()).split(b"\n\n")
+    assert (begun, end) == (begin.strip(), b"")
+    assert [b"no room" in event for event in told] == [True]
+
+
 @pytest.mark.parametrize(
     ("parts", "end"),
     [

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.model import Checkpoint, Family, KnownNamespace, tenant_namespace
+from proxy.core.model import Checkpoint, Family, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import LOCK_NAME, StoreDirectory
@@ -287,6 +287,20 @@ def test_state_whose_file_is_gone_or_cut_is_not_there_already(
         pinned = [c.n_tokens for c in store.checkpoints() if c.is_pinned]
         assert pinned == [broken.n_tokens], "what takes its place is kept as it was"
         assert (problems(store), len(store.checkpoints())) == ([], 2)
+
+
+async def test_state_that_ended_llama_server_stays_in_quarantine(
+    directory: Path, tmp_path: Path
+) -> None:
+    with opened(directory) as used:
+        bad, good = sorted(used, key=lambda checkpoint: checkpoint.n_tokens)
+        await used.quarantine_for_good([bad], Quarantine("it ended llama-server", 1.0))
+    files = StateFiles(directory)
+    export_checkpoints(files, read_records(files), tmp_path / "file.lpc", nothing)
+    take(tmp_path / "second", tmp_path / "file.lpc")
+    with opened(tmp_path / "second") as used:
+        assert [c.n_tokens for c in used.quarantined] == [bad.n_tokens]
+        assert sorted(c.n_tokens for c in used) == [bad.n_tokens, good.n_tokens]
 
 
 def test_import_leaves_the_free_space_that_saves_leave(

@@ -44,7 +44,8 @@ from tests.store.test_store import hold_writer
 from tests.unit.state_files import attention, state_file, words
 
 MODEL = Namespace(b"m" * 16)
-OURS = tenant_namespace(MODEL, b"")
+OTHER_MODEL = Namespace(b"o" * 16)
+OURS, THEIRS = tenant_namespace(MODEL, b""), tenant_namespace(OTHER_MODEL, b"")
 CANARY, OTHER_CANARY = [(5, -0.5), (6, -1.5)], [(7, -0.5), (8, -1.5)]
 RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * 5)
 SECOND = 60.0
@@ -113,19 +114,23 @@ def start(tmp_path: Path) -> Start:
         canary: list[tuple[int, float]] = CANARY,
         sealing: Sealing = KEY,
         limits: SharedLimits = NO_LIMITS,
+        has_other_model: bool = False,
     ) -> AsyncIterator[Machine]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         with opened(directory, 64 << 20) as store:
             known = [KnownNamespace(MODEL, canary, "coder")]
             await store.put_value(namespaces_name("static"), known)
+            other = [KnownNamespace(OTHER_MODEL, canary, "chatter")]
+            await store.put_value(namespaces_name("other"), other)
+            served = [OURS, THEIRS] if has_other_model else [OURS]
             metrics = Metrics()
             degradations = Degradations(metrics)
             remote = Remote(
                 store,
                 Bucket(url or f"file://{tmp_path / 'shared'}"),
                 sealing,
-                lambda: Present(time.time(), RATES, {OURS: RATES}),
+                lambda: Present(time.time(), RATES, dict.fromkeys(served, RATES)),
                 metrics,
                 degradations,
                 Faults(metrics),
@@ -381,6 +386,17 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
 
 
+async def test_capacity_is_that_of_all_models_together(start: Start, tmp_path: Path) -> None:
+    async with start("a", has_other_model=True) as a:
+        first = await a.save(run_of(3000))
+        await a.save(run_of(3000, start=10_000), namespace=THEIRS)
+        await a.save(run_of(3000, start=20_000), namespace=THEIRS)
+    limits = SharedLimits(capacity=2 * first.size_bytes + first.size_bytes // 2)
+    async with start("a", limits=limits) as a:
+        await until(lambda: len(a.tier.remote.known) == 2)
+        await until(lambda: len({p.stem for p in objects_in(tmp_path / "shared")}) == 2)
+
+
 async def test_id_of_a_shared_state_outlives_a_crash_and_the_loss_of_the_index(
     start: Start,
 ) -> None:
@@ -420,6 +436,24 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
         await a.commit(run_of(3000, start=10_000))
         await a.tier.uploads.drain(SECOND)
         assert a.sample("shared_states_total", direction="up") == 0
+
+
+async def test_state_stays_there_while_the_budget_has_no_room_for_what_replaces_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        first = await a.save(run_of(3000))
+    limits = SharedLimits(upload_bytes_per_day=first.size_bytes * 3 // 2)
+    async with start("a", limits=limits) as a:
+        second = await a.commit(run_of(4000))
+        await a.tier.uploads.drain(HANG_SECONDS)
+        await a.store.remove(first, Removal.SUPERSEDED)
+        await a.tier.uploads.drain(HANG_SECONDS)
+        (found,) = await a.find(run_of(4000), is_full=True)
+        assert found.checkpoint.shared_id == first.shared_id
+        monkeypatch.setattr("time.time", lambda now=time.time: now() + 2 * 86400)
+        await a.commit(run_of(1500, start=50_000))  # whatever wakes the uploads on another day
+        await until(lambda: (a.store.get(second.id) or second).shared_id)
 
 
 async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) -> None:

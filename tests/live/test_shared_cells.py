@@ -1,0 +1,73 @@
+"""With --kv-unified all slots share the cells of one context, and what does not fit fails in other ways."""
+
+import asyncio
+from typing import Any
+
+from tests.lab.conversation import answer, user
+from tests.live.conftest import StartRig
+
+UNIFIED: dict[str, Any] = {"extra_args": ("--kv-unified", "--cache-ram", "0"), "n_ctx": 4096}
+LONG = [[user(seed, 420), answer(seed), user(seed + 10, 420)] for seed in (1, 2)]
+"""Each takes more than half of the cells."""
+
+
+async def test_restore_that_finds_no_room_makes_some(start_rig: StartRig) -> None:
+    async with start_rig("full", **UNIFIED) as rig:
+        for messages in LONG:
+            await rig.chat(messages)
+            await rig.settled()
+        await rig.restart()
+        for messages in [*LONG, LONG[0]]:
+            reply = await rig.chat(messages)
+            assert reply["timings"]["prompt_n"] == 1
+        assert rig.sample("restores_total", result="refused") == 0
+        assert (await rig.health())["reasons"] == []
+
+
+async def test_restore_that_finds_no_room_blames_no_state(start_rig: StartRig) -> None:
+    async with start_rig("full", **UNIFIED) as rig:
+        for messages in LONG:
+            await rig.chat(messages)
+            await rig.settled()
+        await rig.restart()
+        chat = rig.base_url + "/v1/chat/completions"
+        endless = {"messages": LONG[0], "stream": True, "ignore_eos": True}
+        async with rig.client.post(chat, json=endless) as running:
+            await running.content.readline()
+            # It fails: llama-server has no room for both.
+            async with rig.client.post(chat, json={"messages": LONG[1], "max_tokens": 4}):
+                pass
+        await rig.settled()
+        assert rig.sample("restore_ineffective_total") == 0
+        reply = await rig.chat(LONG[1])
+        assert reply["timings"]["prompt_n"] == 1
+
+
+async def test_stream_that_outgrows_the_cells_ends_in_one_error(start_rig: StartRig) -> None:
+    async with start_rig("full", **UNIFIED) as rig:
+
+        async def ask(seed: int) -> bytes:
+            body = {"messages": [user(seed)], "stream": True, "ignore_eos": True}
+            body |= {"model": "any", "max_tokens": 4000}
+            async with rig.client.post(rig.base_url + "/v1/messages", json=body) as reply:
+                return await reply.read()
+
+        for told in await asyncio.gather(ask(1), ask(2)):
+            assert told.count(b"event: error") == 1
+            assert b"Context size has been exceeded" in told
+        await rig.settled()
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 0
+        assert rig.sample("drift_total") == 0
+
+
+async def test_conversation_whose_slot_was_emptied_for_another_is_restored(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", **UNIFIED) as rig:
+        for messages in LONG:
+            await rig.chat(messages)
+            await rig.settled()
+        for messages in LONG:
+            reply = await rig.chat(messages)
+            assert reply["timings"]["prompt_n"] == 1
+        assert rig.sample("live_reuse_short_total") == 0
