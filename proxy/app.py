@@ -286,8 +286,7 @@ def count_evictions(shared: Shared, store: CheckpointStore) -> None:
 
     def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
         if reason is not Removal.SUPERSEDED:
-            is_broken = reason is Removal.BROKEN
-            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
+            cause = Cause.RESTORE_REFUSED if reason is Removal.BROKEN else Cause.EVICTED
             shared.journal.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
         if shared.tier:

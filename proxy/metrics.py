@@ -199,8 +199,6 @@ class Metrics:
     """Requests of conversations that do not fit the context, sent without their oldest part
     (context_overflow: stable).
     """
-    left_out_tokens = _counter()
-    """Prompt tokens that were left out of these requests."""
     slots = _gauge(state=SLOT_STATES)
     """Slots of llama-server by state: leased (in use), or free with content that is known, empty or
     unknown.

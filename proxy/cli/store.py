@@ -72,8 +72,7 @@ def ls(store: Store, name: str | None, shows_all: bool) -> None:
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)
     _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
-    shown = Group(Text(_sum(checkpoints), style="bold"), tree)
-    answer({"checkpoints": checkpoints}, shown)
+    answer({"checkpoints": checkpoints}, Group(Text(_sum(checkpoints), style="bold"), tree))
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:

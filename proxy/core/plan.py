@@ -165,10 +165,6 @@ class Plan:
         return self.start.slot_id
 
     @property
-    def first_token_seconds(self) -> float:
-        return self.start.displacement.delay_seconds + self.start.seconds
-
-    @property
     def is_warm(self) -> bool:
         """Whether the plan continues a slot's content and displaces nothing."""
         return self.start.kind == "live" and self.start.displacement == NOTHING_DISPLACED

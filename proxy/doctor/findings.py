@@ -320,8 +320,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
         # Models with a sliding window have two attention caches.
         cure += "; or with --swa-full" * (facts.section_kinds.count("attention") >= 2)
-        is_end_only = facts.rule.kind is RuleKind.END_ONLY
-        yield fine_unless(is_end_only, "memory rule", text, cure)
+        yield fine_unless(facts.rule.kind is RuleKind.END_ONLY, "memory rule", text, cure)
     if facts.state_bytes:
         text = (
             f"A state of {USUAL_TOKENS:,} tokens takes at most {size_in_words(facts.state_bytes)}. Saving"
@@ -330,8 +329,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
             f" {seconds_in_words(facts.evaluate_seconds)} of evaluation."
         )
         cure = "Put the directory of --slot-save-path on a faster disk."
-        is_slow = facts.save_seconds > LONGEST_STALL_SECONDS
-        yield fine_unless(is_slow, "cost", text, cure)
+        yield fine_unless(facts.save_seconds > LONGEST_STALL_SECONDS, "cost", text, cure)
 
 
 def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:

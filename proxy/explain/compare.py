@@ -204,8 +204,7 @@ def _cause_in_bare_text(new: Rendering, old: Rendering, at: int | None) -> Cause
         return Cause.UNKNOWN
     if is_date(new.text, old.text, at):
         return Cause.DATE
-    is_edited = at >= _ALIKE_SHARE * len(old.text)
-    return Cause.EDITED_MESSAGE if is_edited else Cause.FIRST_SIGHT
+    return Cause.EDITED_MESSAGE if at >= _ALIKE_SHARE * len(old.text) else Cause.FIRST_SIGHT
 
 
 # How each kind of change is recognized in two texts that share their first *at* characters.

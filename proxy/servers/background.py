@@ -280,8 +280,7 @@ class Ahead:
                 return
             self._is_evaluating = True
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
-                save = process.saves.write_back(slot.id)
-                await process.finish(lease, save)
+                await process.finish(lease, process.saves.write_back(slot.id))
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
             while begin < len(tokens) and self._task is asyncio.current_task():

@@ -48,7 +48,7 @@ class Choice(Generic[C]):
     """The slots that a request takes, and the reason (its plan).
 
     `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
-    It needs `seconds` until its first token; infinite if that is not known.
+    Restore and evaluation take `seconds`, infinite if that is not known.
     """
 
     slot_ids: tuple[SlotId, ...]

@@ -197,8 +197,7 @@ class Overflow:
         self, request: Request, read: Read, places: list[ContextCut], key: bytes, n_room: int
     ) -> bool:
         assert request.body is not None and request.prompt is not None
-        n_whole = request.prompt.n_tokens
-        start = first_to_try(places, n_whole - n_room, self._reached.get(key, 0))
+        start = first_to_try(places, request.prompt.n_tokens - n_room, self._reached.get(key, 0))
         for index in range(start, len(places)):
             shorter = copy(request)
             first, asked = places[index].first, places[index].asked
@@ -209,9 +208,7 @@ class Overflow:
                 return False
             if shorter.prompt.n_tokens <= n_room:
                 self._reached[key] = index
-                metrics = self._services.metrics
-                metrics.shortened_requests.inc()
-                metrics.left_out_tokens.inc(n_whole - shorter.prompt.n_tokens)
+                self._services.metrics.shortened_requests.inc()
                 vars(request).update(vars(shorter))
                 return True
         return False

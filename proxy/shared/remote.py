@@ -201,8 +201,7 @@ class Remote:
 
     async def write(self, work: Callable[[], object]) -> None:
         """Write to the index, one after the other."""
-        loop = asyncio.get_running_loop()
-        await asyncio.shield(loop.run_in_executor(self._thread, work))
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, work))
 
 
 def backoff_seconds(n_faults: int) -> float:

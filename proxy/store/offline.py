@@ -144,8 +144,7 @@ def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
     """Return the damage of an index that was made anew, and the states lost by that."""
     problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)]
     for name, why in rebuild.lost.items():
-        is_there = why == UNREADABLE
-        kind = ProblemKind.FILE_UNREADABLE if is_there else ProblemKind.STATE_LOST
+        kind = ProblemKind.FILE_UNREADABLE if why == UNREADABLE else ProblemKind.STATE_LOST
         problems.append(Problem(kind, name, detail=why))
     return problems
 
