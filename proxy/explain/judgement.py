@@ -110,7 +110,6 @@ class Account:
             "evaluation_seconds": round(self.evaluation_seconds, 4),
             "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
             "expected_seconds": round(start.seconds, 4),
-            "displaced_seconds": round(start.displacement.seconds, 4),
             "alternatives": tuple(_describe(option) for option in plan.alternatives),
             "stops": tuple(stop.n_tokens for stop in plan.stops),
             "cuts": (cuts.header, cuts.turn_start, cuts.branch),

@@ -236,7 +236,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     first_token_seconds: float | None = None
     seconds: float
     expected_seconds: float | None = None
-    displaced_seconds: float | None = None
     alternatives: tuple[str, ...] | None = None
     stops: tuple[int, ...] | None = None
     cuts: tuple[int, int, int] | None = None
