@@ -325,15 +325,14 @@ class CachedRequest:
 
     def _abandon(self) -> None:
         """Leave the slot to the request that may still run in it; a save will tell how far it came."""
+        process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
-            slot = self._process.slots[slot_id]
+            slot = process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
-            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._process.slots.set_content(slot_id, as_kept(self._request, content))
-            winding_up = wind_up(
-                self._process, slot_id, self._prompt.n_tokens, is_running=is_running
-            )
-            self._lease.hand_over(self._process.tasks.start(winding_up))
+            content = Unknown(prompt.namespace, likely=prompt.tokens, origin=origin)
+            process.slots.set_content(slot_id, as_kept(self._request, content))
+            winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
+            self._lease.hand_over(process.tasks.start(winding_up))
 
     # The reply is compared with the plan.
 
@@ -395,9 +394,8 @@ class CachedRequest:
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
         if answer.timings is not None or not 400 <= answer.status < 500:
             before = process.slots[slot_id].content
-            process.slots.set_content(
-                slot_id, as_kept(self._request, self._held(before, answer.timings))
-            )
+            held = self._held(before, answer.timings)
+            process.slots.set_content(slot_id, as_kept(self._request, held))
         self._save_now(slot_id, is_at_risk=not self._request.warms)
         metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
