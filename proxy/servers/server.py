@@ -465,7 +465,7 @@ class FatalRequests:
 
     def _n_deaths(self, request: Request) -> int:
         n_deaths, last_at = self.deaths.get(key_of(request), (0, 0.0))
-        return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
+        return n_deaths if abs(time.time() - last_at) < FORGET_SECONDS else 0
 
     async def _write(self) -> None:
         if self._store is not None:
