@@ -23,7 +23,7 @@ from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
 from proxy.llama.client import Timings
-from proxy.llama.requests import pin
+from proxy.llama.requests import honours_id_slot, pin
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import (
@@ -220,8 +220,7 @@ class CachedRequest:
             await process.finish(self._lease, process.saves.begin(slot_id, is_used=is_used))
         await self._verify()
         # The save may have found tokens that must not be reused.
-        content = process.slots[slot_id].content
-        namespace = self._prompt.namespace
+        content, namespace = process.slots[slot_id].content, self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
         if self._plan.start.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
@@ -431,8 +430,10 @@ class CachedRequest:
             self._disagree(n_prompt)
             return unknown
         self._confirm()
-        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
-        if account.is_drift and not process.clears_idle_slots:
+        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift. But for
+        # /v1/messages --cache-reuse cannot be switched off, and what it shifts is not exact.
+        is_exact = process.clears_idle_slots and honours_id_slot(self._request.route)
+        if account.is_drift and not is_exact:
             process.metrics.drift.inc()
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= process.n_ctx:
