@@ -146,3 +146,22 @@ async def test_what_cache_reuse_shifted_is_not_saved(start_rig: StartRig) -> Non
             n_saved.append(len(rig.running.shared.store))
         assert reply["usage"]["input_tokens"] == 1, "the rest was reused"
         assert n_saved == [1, 1]
+
+
+async def test_flag_shifts_nothing_for_several_completions(start_rig: StartRig) -> None:
+    head, left_out, rest = prose(1, 60), prose(2, 120), prose(3, 120)
+    async with start_rig("full", extra_args=("--cache-reuse", "32")) as rig:
+        for text in (f"{head}\n{left_out}\n{rest}", f"{head}\n{rest}"):
+            reply = await rig.chat([{"role": "user", "content": text}], n=2)
+        assert reply["timings"]["prompt_n"] > 300, "the rest came behind other tokens"
+
+
+async def test_slots_of_several_completions_are_not_reused_if_their_states_may_not_be_exact(
+    start_rig: StartRig,
+) -> None:
+    messages = [{"role": "user", "content": prose(1, 120)}]
+    async with start_rig("full") as rig:
+        await rig.chat(messages, n=2, n_cache_reuse=32)
+        assert (await rig.chat(messages))["timings"]["cache_n"] == 0
+        await rig.chat(messages, n=2)
+        assert (await rig.chat(messages))["timings"]["cache_n"] > 0
