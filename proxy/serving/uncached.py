@@ -20,7 +20,7 @@ from proxy.llama.requests import (
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
-from proxy.serving.request import NO_READ, OnStart, Request, do_nothing
+from proxy.serving.request import NO_READ, Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn
 
 _FIRST_LOOK_SECONDS = 0.01
@@ -73,11 +73,12 @@ class UncachedRequest:
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
-                await self._send(raw, lambda: self._queue.note_running(slot_id))
+                answer = await self._send(raw, lambda: self._queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease)
                 raise
-            self._mark_unknown(lease.slot_ids, brief=brief.digests if brief else b"")
+            if not 400 <= answer.status < 500:  # what is refused has not touched the slot
+                self._mark_unknown(lease.slot_ids, brief=brief.digests if brief else b"")
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
@@ -112,8 +113,8 @@ class UncachedRequest:
                     placement.cancel()
             self._mark_unknown(used)
 
-    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> None:
-        """Send the request, and report it.
+    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
+        """Send the request, report it, and return the answer.
 
         The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
@@ -122,6 +123,7 @@ class UncachedRequest:
         if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
             process.unsupported_paths.add(request.path)
         process.report.not_looked_up(request, request.why or "nothing is cached")
+        return answer
 
     async def _clear_way(self, lease: Lease[None]) -> bool:
         """Save what would be lost, and erase what may not be reused; return False if that failed."""

@@ -89,3 +89,20 @@ async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
         reply = await rig.chat(LONG[0])
         assert reply["timings"]["prompt_n"] == 1
         assert rig.running.pool.processes == [process]
+
+
+async def test_refused_request_whose_prompt_cannot_be_read_costs_no_slot_its_content(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", n_slots=1) as rig:
+        await rig.chat(LONG[0])
+        await rig.settled()
+        for bad in (
+            {"messages": [{"role": "user"}]},
+            {"prompt": ["a", "b"], "grammar": "root ::= ("},
+        ):
+            path = "/v1/chat/completions" if "messages" in bad else "/v1/completions"
+            async with rig.client.post(rig.base_url + path, json=bad) as reply:
+                assert reply.status == 400
+        assert (await rig.chat(LONG[0]))["timings"]["prompt_n"] == 1
+        assert rig.sample("restores_total", result="done") == 0
