@@ -172,15 +172,15 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], free_port: int) 
 def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
     """Give llama-server a fixed number of slots: one, unless the user sets another number.
 
-    Without -np llama-server has four slots that share one cache, and a restore fails if the other slots
-    fill it. With -np N each slot has an Nth of -c, so any N but 1 would quietly shrink the user's context.
+    Without -np llama-server has four slots that share one cache, and are emptied for each other once it is
+    full. With -np N each slot has an Nth of -c, so any N but 1 would quietly shrink the user's context.
     """
     n_parallel = given.get("--parallel")
     if n_parallel is None:
         _add(launch, known, "-np", "1")
     if unified := _unified_by(given):
         launch.warnings.append(
-            f"{unified}: slots share one cache, and a restore fails while others fill it"
+            f"{unified}: slots share one cache, and are emptied for each other once it is full"
         )
 
 

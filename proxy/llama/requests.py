@@ -264,14 +264,14 @@ def taints_slot(body: GenerationBody) -> bool:
     return any(body.fields.get(name) for name in _TAINTING)
 
 
-def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
-    """Return the body with `id_slot` set, and with `cache_prompt`, which a client can only turn off.
+def pin(body: GenerationBody, slot_id: SlotId | None = None, *, reuses: bool = True) -> bytes:
+    """Return the body with `cache_prompt`, which a client can only turn off, and with `id_slot` if given.
 
     Fields of a wrong type stay, for llama-server to refuse. `n_cache_reuse` 0 keeps a server's
     --cache-reuse from shifting states: a shifted state is only approximately right.
     """
     asked = body.fields.get("cache_prompt")
-    owned: dict[str, Any] = {"id_slot": slot_id}
+    owned: dict[str, Any] = {} if slot_id is None else {"id_slot": slot_id}
     if isinstance(asked, bool | None):
         owned["cache_prompt"] = reuses and asked is not False
     if body.fields.get("n_cache_reuse") in (None, 0):

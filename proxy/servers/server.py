@@ -36,6 +36,7 @@ from hashlib import blake2b
 
 from proxy.core.conditions import OF_PROCESS, DegradationKind
 from proxy.core.launch import Launch
+from proxy.core.slots import Empty
 from proxy.errors import (
     ProxyError,
     ServerAway,
@@ -335,9 +336,11 @@ class Server(Watched):
         if last is None or last.id != process_id:
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
             await self._attach(props, process_id, epoch)
+        elif props.is_sleeping:  # --sleep-idle-seconds: its slots will be empty when it wakes
+            for slot in last.slots.free():
+                last.slots.set_content(slot.id, Empty())
         elif not last.can_cache and time.monotonic() >= self._attached_at + RETRY_SECONDS:
-            is_busy = last.queue.n_waiting or any(slot.is_leased for slot in last.slots)
-            if not is_busy:
+            if not (last.queue.n_waiting or any(slot.is_leased for slot in last.slots)):
                 self._close()
                 self.enter(Phase.ATTACHING)
                 await self._attach(props, process_id, epoch, last)
@@ -465,7 +468,7 @@ class FatalRequests:
 
     def _n_deaths(self, request: Request) -> int:
         n_deaths, last_at = self.deaths.get(key_of(request), (0, 0.0))
-        return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
+        return n_deaths if abs(time.time() - last_at) < FORGET_SECONDS else 0
 
     async def _write(self) -> None:
         if self._store is not None:

@@ -23,7 +23,7 @@ from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
 from proxy.llama.client import Timings
-from proxy.llama.requests import pin
+from proxy.llama.requests import honours_id_slot, pin
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import (
@@ -220,8 +220,7 @@ class CachedRequest:
             await process.finish(self._lease, process.saves.begin(slot_id, is_used=is_used))
         await self._verify()
         # The save may have found tokens that must not be reused.
-        content = process.slots[slot_id].content
-        namespace = self._prompt.namespace
+        content, namespace = process.slots[slot_id].content, self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
         if self._plan.start.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
@@ -325,15 +324,14 @@ class CachedRequest:
 
     def _abandon(self) -> None:
         """Leave the slot to the request that may still run in it; a save will tell how far it came."""
+        process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
-            slot = self._process.slots[slot_id]
+            slot = process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
-            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._process.slots.set_content(slot_id, as_kept(self._request, content))
-            winding_up = wind_up(
-                self._process, slot_id, self._prompt.n_tokens, is_running=is_running
-            )
-            self._lease.hand_over(self._process.tasks.start(winding_up))
+            content = Unknown(prompt.namespace, likely=prompt.tokens, origin=origin)
+            process.slots.set_content(slot_id, as_kept(self._request, content))
+            winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
+            self._lease.hand_over(process.tasks.start(winding_up))
 
     # The reply is compared with the plan.
 
@@ -394,9 +392,8 @@ class CachedRequest:
             process.slots[slot_id].has_answered = True
         if not answer.is_refusal:
             before = process.slots[slot_id].content
-            process.slots.set_content(
-                slot_id, as_kept(self._request, self._held(before, answer.timings))
-            )
+            held = self._held(before, answer.timings)
+            process.slots.set_content(slot_id, as_kept(self._request, held))
         self._save_now(slot_id, is_at_risk=not self._request.warms)
         metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
@@ -432,8 +429,10 @@ class CachedRequest:
             self._disagree(n_prompt)
             return unknown
         self._confirm()
-        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
-        if account.is_drift and not process.clears_idle_slots:
+        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift. But for
+        # /v1/messages --cache-reuse cannot be switched off, and what it shifts is not exact.
+        is_exact = process.clears_idle_slots and honours_id_slot(self._request.route)
+        if account.is_drift and not is_exact:
             process.metrics.drift.inc()
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= process.n_ctx:

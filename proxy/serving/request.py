@@ -164,8 +164,7 @@ class Request:
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.answered_at, self.foresee, self.shared = 0.0, not_looked_up, ""
-        self.fetch_seconds = 0.0
-        self.conversation, self.extends, self.is_brief = None, None, False
+        self.conversation, self.extends, self.is_brief, self.fetch_seconds = None, None, False, 0.0
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:
         """Send *fields* as the body from now on; *names* are the rewrites that changed it."""

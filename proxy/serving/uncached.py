@@ -52,6 +52,7 @@ class UncachedRequest:
         self._n_slots = min(n_slots, len(process.slots))
         # Embeddings and reranking are one task for each input: all slots are held to the end.
         self._is_one_task = body is not None and not is_task_for_each_input(request.path)
+        self._is_tainted = body is not None and taints_slot(body)
         self._namespace = request.namespace
         self._before: LastTasks | None = None
         self._is_placed = False
@@ -69,17 +70,15 @@ class UncachedRequest:
 
         with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
             (slot_id,) = lease.slot_ids
-            is_tainted = taints_slot(body)
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
                 answer = await self._send(raw, lambda: self._queue.note_running(slot_id))
             except BaseException:
-                self._abandon(lease, is_tainted=is_tainted)
+                self._abandon(lease)
                 raise
-            digests = brief.digests if brief else b""
-            if is_tainted or not answer.is_refusal:
-                self._mark_unknown(lease.slot_ids, is_tainted=is_tainted, brief=digests)
+            if not answer.is_refusal:
+                self._mark_unknown(lease.slot_ids, brief=brief.digests if brief else b"")
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
@@ -100,7 +99,9 @@ class UncachedRequest:
                 # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes
-                if not may_reuse and self._body is not None:
+                if self._body is not None and self._n_slots > 1:
+                    raw = pin(self._body, reuses=may_reuse)
+                elif not may_reuse and self._body is not None:
                     raw = without_reuse(self._body)
                 await self._send(raw)
                 used = await self._used(lease)
@@ -113,7 +114,7 @@ class UncachedRequest:
             self._mark_unknown(used)
 
     async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
-        """Send the request, and report it.
+        """Send the request, report it, and return the answer.
 
         The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
@@ -150,24 +151,21 @@ class UncachedRequest:
                 process.faults.count("erase")
         return False
 
-    def _mark_unknown(
-        self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False, brief: bytes = b""
-    ) -> None:
+    def _mark_unknown(self, slot_ids: Iterable[SlotId], *, brief: bytes = b"") -> None:
         """Note that the content of these slots is unknown, and that no lookup finds it in a file."""
         for slot_id in slot_ids:
             # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
-            self._process.slots.set_content(
-                slot_id, TAINTED if is_tainted or is_unclear else unknown
-            )
+            is_tainted = self._is_tainted or is_unclear
+            self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 
-    def _abandon(self, lease: Lease[None], *, is_tainted: bool = False) -> None:
+    def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""
         if not lease.held:
             return  # a slot action took over the lease before the request was sent
-        self._mark_unknown(lease.held, is_tainted=is_tainted)
+        self._mark_unknown(lease.held)
         ending = outlast(self._process, lambda: lease.reserved)
         lease.hand_over(self._process.tasks.start(ending))
 

@@ -69,9 +69,10 @@ async def test_client_may_turn_reuse_off(start_rig: StartRig) -> None:
 
 async def test_request_of_several_completions_is_not_pinned(start_rig: StartRig) -> None:
     async with start_rig(n_slots=2) as rig:
-        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "n": 2}).encode()
+        body = {"messages": [{"role": "user", "content": "hi"}], "n": 2}
         await rig.post(CHAT, body)
-        assert rig.requests_seen()[-1].body == body
+        exact = {"cache_prompt": True, "n_cache_reuse": 0}
+        assert json.loads(rig.requests_seen()[-1].body) == {**body, **exact}
 
 
 async def test_headers_reach_the_server_but_for_those_of_the_hop(start_rig: StartRig) -> None:

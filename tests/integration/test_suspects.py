@@ -1,6 +1,7 @@
 """llama-server dies over a saved state, or over a request: neither is tried for ever."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,19 @@ async def test_request_that_ends_llama_server_twice_is_refused(
         assert (await rig.post(path, {**body, "messages": question("b")})).status == 200
         monkeypatch.setattr(lifecycle, "FORGET_SECONDS", 0.0)
         assert (await rig.post(path, body)).status == 200
+
+
+async def test_clock_that_is_set_back_refuses_a_request_no_longer(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": question("a"), "max_tokens": 3}
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_at["answer"] = 2
+        for _ in range(2):
+            assert (await rig.post(CHAT, body)).status == 502
+            await rig.attached()
+        monkeypatch.setattr("time.time", lambda now=time.time: now() - 86400)
+        assert (await rig.post(CHAT, body)).status == 200
 
 
 async def test_request_that_is_answered_begins_a_new_count(start_rig: StartRig) -> None:

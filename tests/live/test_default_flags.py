@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.conversation import agent_requests, system
+from tests.lab.conversation import agent_requests, prose, system
 from tests.lab.rig import Rig
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import TOOLS, Ledger
@@ -131,3 +131,37 @@ async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: Sta
                 rig.server.request("POST", CHAT, body(conversation, index))
         assert n_evaluated <= rig.server.evaluated_tokens() * 1.05
         await rig.start_proxy()
+
+
+async def test_what_cache_reuse_shifted_is_not_saved(start_rig: StartRig) -> None:
+    """For /v1/messages it cannot be switched off, and a shifted token was evaluated behind others."""
+    head, left_out, rest = prose(1, 60), prose(2, 120), prose(3, 120)
+    flags = (*DEFAULT["extra_args"], "--cache-reuse", "32")
+    async with start_rig("full", n_slots=-1, extra_args=flags) as rig:
+        n_saved = []
+        for text in (f"{head}\n{left_out}\n{rest}", f"{head}\n{rest}"):
+            messages = [{"role": "user", "content": text}]
+            reply = await rig.post("/v1/messages", {"messages": messages, "max_tokens": 8})
+            await rig.settled()
+            n_saved.append(len(rig.running.shared.store))
+        assert reply["usage"]["input_tokens"] == 1, "the rest was reused"
+        assert n_saved == [1, 1]
+
+
+async def test_flag_shifts_nothing_for_several_completions(start_rig: StartRig) -> None:
+    head, left_out, rest = prose(1, 60), prose(2, 120), prose(3, 120)
+    async with start_rig("full", extra_args=("--cache-reuse", "32")) as rig:
+        for text in (f"{head}\n{left_out}\n{rest}", f"{head}\n{rest}"):
+            reply = await rig.chat([{"role": "user", "content": text}], n=2)
+        assert reply["timings"]["prompt_n"] > 300, "the rest came behind other tokens"
+
+
+async def test_slots_of_several_completions_are_not_reused_if_their_states_may_not_be_exact(
+    start_rig: StartRig,
+) -> None:
+    messages = [{"role": "user", "content": prose(1, 120)}]
+    async with start_rig("full") as rig:
+        await rig.chat(messages, n=2, n_cache_reuse=32)
+        assert (await rig.chat(messages))["timings"]["cache_n"] == 0
+        await rig.chat(messages, n=2)
+        assert (await rig.chat(messages))["timings"]["cache_n"] > 0

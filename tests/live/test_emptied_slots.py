@@ -1,9 +1,14 @@
-"""With --kv-unified all slots share the cells of one context, and what does not fit fails in other ways."""
+"""Slots that llama-server empties by itself, and restores and answers that find no room in its context.
+
+With --kv-unified all slots share the cells of one context.
+"""
 
 import asyncio
 from typing import Any
 
+from proxy.core.slots import Empty
 from tests.lab.conversation import answer, user
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 UNIFIED: dict[str, Any] = {"extra_args": ("--kv-unified", "--cache-ram", "0"), "n_ctx": 4096}
@@ -71,3 +76,33 @@ async def test_conversation_whose_slot_was_emptied_for_another_is_restored(
             reply = await rig.chat(messages)
             assert reply["timings"]["prompt_n"] == 1
         assert rig.sample("live_reuse_short_total") == 0
+
+
+async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", extra_args=("--sleep-idle-seconds", "1")) as rig:
+        await rig.chat(LONG[0])
+        await rig.settled()
+        (process,) = rig.running.pool.processes
+        await until(lambda: all(isinstance(slot.content, Empty) for slot in process.slots))
+        reply = await rig.chat(LONG[0])
+        assert reply["timings"]["prompt_n"] == 1
+        assert rig.running.pool.processes == [process]
+
+
+async def test_refused_request_whose_prompt_cannot_be_read_costs_no_slot_its_content(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", n_slots=1) as rig:
+        await rig.chat(LONG[0])
+        await rig.settled()
+        for bad in (
+            {"messages": [{"role": "user"}]},
+            {"prompt": ["a", "b"], "grammar": "root ::= ("},
+        ):
+            path = "/v1/chat/completions" if "messages" in bad else "/v1/completions"
+            async with rig.client.post(rig.base_url + path, json=bad) as reply:
+                assert reply.status == 400
+        assert (await rig.chat(LONG[0]))["timings"]["prompt_n"] == 1
+        assert rig.sample("restores_total", result="done") == 0
