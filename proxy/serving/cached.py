@@ -169,7 +169,7 @@ class CachedRequest:
         elif plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return Choice((plan.slot_id,), plan, plan.is_warm, plan.start.seconds) if plan else None
+        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""

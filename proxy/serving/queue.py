@@ -8,8 +8,8 @@ four cases:
 1. The request chooses free slots. These slots are its lease.
 2. The request declines the free slots, because a better slot will soon be free. At most MAX_OVERTAKES
    later requests may take a lease before it.
-3. The request would empty a slot, and a request behind it goes first, with the same limit: one whose
-   prefix that slot holds, or one that needs far less time until its first token.
+3. The request would empty a slot that already holds the prefix of a request behind it. The request behind
+   takes that slot first, with the same limit.
 4. The request is a *placement*: llama-server itself chooses the slot. Until that choice is known it may be
    any idle slot, so no other lease is granted, and slots that come free join the lease.
 """
@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from math import inf
 from typing import Any, Generic, TypeVar
 
 from proxy.core.model import ExpectedState, SlotId
@@ -36,11 +35,7 @@ MAX_OVERTAKES = 8
 """How many later requests may take a lease before one that waits for a better slot."""
 
 MAX_LOOKED_AT = 8
-"""How many waiting requests are asked whether they go first."""
-
-QUICKER_TIMES, QUICKER_SECONDS = 2.0, 0.1
-"""A request waits for a later one only if its own prompt takes so many times as long as the later one's,
-and so many seconds more."""
+"""How many waiting requests are asked whether a slot fits them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +43,11 @@ class Choice(Generic[C]):
     """The slots that a request takes, and the reason (its plan).
 
     `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
-    Restore and evaluation take `seconds`, infinite if that is not known.
     """
 
     slot_ids: tuple[SlotId, ...]
     reason: C
     is_warm: bool = False
-    seconds: float = inf
-
-    def comes_before(self, earlier: "Choice[Any]") -> bool:
-        """Return whether a request that chose this goes before one that came earlier and is not warm."""
-        if self.is_warm and set(self.slot_ids) & set(earlier.slot_ids):
-            return True
-        return QUICKER_SECONDS + QUICKER_TIMES * self.seconds < earlier.seconds
 
 
 class Lease(Generic[C]):
@@ -257,7 +244,7 @@ class SlotQueue:
                 self.on_idle(self)
 
     def _grant(self) -> None:
-        """Grant free slots in arrival order, but for a bounded number of overtakes."""
+        """Grant free slots in arrival order, with a bounded number of overtakes."""
         declined: list[_Waiting] = []
         for waiting in tuple(self._waiting):
             if self.is_placing:
@@ -315,23 +302,25 @@ class SlotQueue:
     def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
         """Grant the slots that *waiting* chooses; return who got them, None if it chooses none.
 
-        They would be emptied for *waiting* unless it is warm; then a request behind may go first (case 3).
+        A request behind gets them if they hold its prefix and would be emptied for *waiting* (case 3).
         """
         try:
             choice = waiting.choose()
             if choice is None:
                 return None
             if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
-                if better := self._better(waiting, choice):
-                    waiting, choice = better
+                if fitting := self._fitting(waiting, choice):
+                    waiting, choice = fitting
             lease = self._reserve(choice, is_placement=waiting.is_placement)
             waiting.granted.set_result(lease)
         except Exception as error:
             waiting.granted.set_exception(error)
         return waiting
 
-    def _better(self, passed: _Waiting, wanted: Choice[Any]) -> tuple[_Waiting, Choice[Any]] | None:
-        """Return a request behind *passed*, which chose the *wanted* slots, that goes first.
+    def _fitting(
+        self, passed: _Waiting, wanted: Choice[Any]
+    ) -> tuple[_Waiting, Choice[Any]] | None:
+        """Return a request behind *passed* that would go on with the content of the *wanted* slots.
 
         No request passes a placement, or one that has been passed often enough.
         """
@@ -343,7 +332,7 @@ class SlotQueue:
                 return None
             with suppress(Exception):  # the request gets its error at its own turn
                 choice = waiting.choose()
-                if choice and choice.comes_before(wanted):
+                if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
                     return waiting, choice
             if waiting.n_passes == 0:
                 return None

@@ -1,4 +1,4 @@
-"""The queue for slots: arrival order but for warm fits and short prompts, left without a trace."""
+"""The queue for slots: served in arrival order but for warm fits, left without a trace."""
 
 import asyncio
 from typing import Any
@@ -59,21 +59,6 @@ async def test_request_that_goes_on_with_what_the_slot_holds_comes_first(
     async with start_rig(n_slots=1) as rig:
         order = await order_of_service(rig, "b", "c", "first", "d")
         assert order == ["first", "first", "b", "c", "d"]
-
-
-async def test_short_prompt_comes_before_a_much_longer_one(start_rig: StartRig) -> None:
-    """It does not matter whether its tokens are few or nearly all are restored."""
-    known = question("known", 2000)
-    async with start_rig(n_slots=1) as rig:
-        known = next_question(known, await rig.chat(known))
-        gate, first = await occupy(rig)
-        asked = [first]
-        for messages in (question("long", 2000), question("short", 40), known):
-            asked.append(asyncio.ensure_future(rig.chat(messages)))
-            await rig.waiting(len(asked) - 1)
-        gate.open()
-        await asyncio.gather(*asked)
-        assert served(rig) == ["known", "first", "short", "known", "long"]
 
 
 async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig) -> None:

@@ -1,12 +1,11 @@
-"""Some requests take a slot before earlier ones that it would be emptied for, within bounds."""
+"""Who goes on with what a slot holds is preferred to whom it would be emptied for, within bounds."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
-from proxy.serving.queue import MAX_LOOKED_AT, MAX_OVERTAKES, Choice, SlotQueue
-from tests.unit.queues import ONE, TWO, Choose, Queue, any_slot, fitting, join, queue_of, soon
+from proxy.serving.queue import MAX_LOOKED_AT, MAX_OVERTAKES, Choice
+from tests.unit.queues import ONE, TWO, Queue, any_slot, fitting, join, queue_of, soon
 
 
 async def test_slot_goes_first_to_who_goes_on_with_what_it_holds() -> None:
@@ -27,39 +26,6 @@ async def test_warm_requests_among_each_other_keep_their_order() -> None:
         for name in ("one", "two", "three"):
             await waiting.join(name, fitting(queue))
     assert await waiting.order() == ["one", "two", "three"]
-
-
-def taking(queue: SlotQueue, seconds: float) -> Choose:
-    """Return who takes any slot, and needs so many seconds until its first token."""
-    cold = any_slot(queue)
-    return lambda: (choice := cold()) and replace(choice, seconds=seconds)
-
-
-@pytest.mark.parametrize(
-    "long, short, is_first", [(10.0, 4.0, True), (10.0, 5.0, False), (0.2, 0.1, False)]
-)
-async def test_short_prompt_goes_before_a_much_longer_one(
-    long: float, short: float, is_first: bool
-) -> None:
-    queue = queue_of(1)
-    waiting = Queue(queue)
-    with await queue.lease(any_slot(queue)):
-        await waiting.join("long", taking(queue, long))
-        await waiting.join("unknown", any_slot(queue))
-        await waiting.join("short", taking(queue, short))
-    expected = ["short", "long", "unknown"] if is_first else ["long", "short", "unknown"]
-    assert await waiting.order() == expected
-
-
-async def test_long_prompt_is_passed_no_more_often_than_the_limit() -> None:
-    queue = queue_of(1, max_waiting=100)
-    waiting = Queue(queue)
-    with await queue.lease(any_slot(queue)):
-        await waiting.join("long", taking(queue, 60.0))
-        for _ in range(2 * MAX_OVERTAKES):
-            await waiting.join("short", taking(queue, 1.0))
-    order = await waiting.order()
-    assert order == [*["short"] * MAX_OVERTAKES, "long", *["short"] * MAX_OVERTAKES]
 
 
 async def test_nobody_is_passed_more_often_than_the_limit() -> None:
