@@ -194,7 +194,10 @@ class Cache:
         process.journal.note_chat(request)
         is_judged = process.judges_by_size and not self._overflow
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
-        if is_judged and is_far_over and not has_media(request.chat):
+        if has_media(request.chat):
+            if not process.takes_media:
+                raise WillBeRefused("the model takes neither images nor sounds")
+        elif is_judged and is_far_over:
             raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(

@@ -99,12 +99,12 @@ class Process(Services):
     or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
     predicted wrongly. The plan counts on the newest `n_believed_points` context checkpoints of a live
     slot. `asks_for_key` says that llama-server refuses requests without an API key; `taken_keys` tells,
-    by digest, which keys it takes. `is_one_tenant` says that all keys share states, `has_ram_cache` that
-    llama-server may keep prompts outside its slots. `tenants` are those that have asked, and b"" if keys
-    do not matter. `unsupported_paths` are routes that llama-server has answered with 501.
-    `clears_idle_slots` says whether a slot that starts empties idle slots; None if the attach could not
-    tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that llama-server
-    does not tell. `sizes` are those of the newest saves.
+    by digest, which keys it takes; `takes_media`, whether it takes images or sounds. `is_one_tenant` says
+    that all keys share states, `has_ram_cache` that llama-server may keep prompts outside its slots.
+    `tenants` are those that have asked, and b"" if keys do not matter. `unsupported_paths` are routes that
+    llama-server has answered with 501. `clears_idle_slots` says whether a slot that starts empties idle
+    slots; None if the attach could not tell. `saves_context_checkpoints` is what the probe save showed: it
+    depends on flags that llama-server does not tell. `sizes` are those of the newest saves.
     """
 
     id: str
@@ -112,6 +112,7 @@ class Process(Services):
     queue: SlotQueue
     n_ctx: int
     n_believed_points: int = 10
+    takes_media: bool = True
     has_ram_cache: bool = True
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None

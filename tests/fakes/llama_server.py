@@ -265,7 +265,7 @@ class FakeLlamaServer:
             "build_info": "b1-scripted",
             "model_path": "/nowhere/scripted.gguf",
             "default_generation_settings": {"n_ctx": self.n_ctx},
-            "modalities": {"vision": False},
+            "modalities": {"vision": True},
         }
         return _json(props | self.faults.props)
 

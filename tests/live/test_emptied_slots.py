@@ -106,3 +106,19 @@ async def test_refused_request_whose_prompt_cannot_be_read_costs_no_slot_its_con
                 assert reply.status == 400
         assert (await rig.chat(LONG[0]))["timings"]["prompt_n"] == 1
         assert rig.sample("restores_total", result="done") == 0
+
+
+async def test_image_for_a_model_that_takes_none_costs_no_slot_its_content(
+    start_rig: StartRig,
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    shown = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
+    async with start_rig("full", n_slots=1) as rig:
+        await rig.chat(LONG[0])
+        await rig.settled()
+        chat = rig.base_url + "/v1/chat/completions"
+        async with rig.client.post(chat, json={"messages": [*LONG[0], shown]}) as reply:
+            assert reply.status >= 400
+            assert "image" in await reply.text()
+        assert (await rig.chat(LONG[0]))["timings"]["prompt_n"] == 1
+        assert rig.sample("restores_total", result="done") == 0
