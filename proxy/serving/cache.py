@@ -194,10 +194,7 @@ class Cache:
         process.journal.note_chat(request)
         is_judged = process.judges_by_size and not self._overflow
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
-        if has_media(request.chat):
-            if not process.takes_media:
-                raise WillBeRefused("the model takes neither images nor sounds")
-        elif is_judged and is_far_over:
+        if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(
@@ -223,7 +220,10 @@ class Cache:
         request.prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
 
     def _understand(self, process: Process, request: Request) -> bool:
-        """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read."""
+        """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read.
+
+        Raises WillBeRefused if it has images or sounds that the model does not take.
+        """
         request.why = None
         if request.chat is None:  # else the body has not changed since
             request.chat, request.why = chat_form(request.route, request.body)
@@ -235,6 +235,8 @@ class Cache:
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
                 if has_media(request.chat):  # more is evaluated than its messages render
+                    if not process.takes_media:
+                        raise WillBeRefused("the model takes neither images nor sounds")
                     process.journal.note_chat(request)
                     request.conversation = None
         if request.shape in process.disabled_shapes:
