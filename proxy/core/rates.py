@@ -13,8 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Annotated
 
-POSITIONS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, math.inf)
+from msgspec import Meta
+
+POSITIONS = (1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, math.inf)
 """A separate evaluation rate is learned up to each of these positions: later ones cost more attention."""
 
 MIN_TOKENS = 64
@@ -97,6 +100,10 @@ def _transfer(bytes_per_second: float) -> Transfer:
 
 
 _DEFAULT_TOKEN = UnitCost(1 / 500)
+_UnitCosts = Annotated[
+    tuple[UnitCost, ...], Meta(min_length=len(POSITIONS), max_length=len(POSITIONS))
+]
+"""One for each of POSITIONS: a store may hold the rates of a version that had other ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class Rates:
     """Measured speeds of this server; the defaults only rank options until it has been measured."""
 
     evaluation_call: UnitCost = UnitCost(0.005, 1.0)
-    tokens: tuple[UnitCost, UnitCost, UnitCost, UnitCost, UnitCost] = (_DEFAULT_TOKEN,) * 5
+    tokens: _UnitCosts = (_DEFAULT_TOKEN,) * len(POSITIONS)
     cold_restore: Transfer = _transfer(5e8)
     warm_restore: Transfer = _transfer(2e9)
     save: Transfer = _transfer(1e9)
@@ -144,8 +151,8 @@ class Rates:
         parts, amounts = (self.evaluation_call, *_believed(self.tokens)), _amounts(n_from, n_to)
         call, *tokens = _taught(parts, (1.0, *amounts), seconds, weight)
         reached = zip(self.tokens, tokens, amounts, strict=True)
-        a, b, c, d, e = (new if n >= MIN_TOKENS else old for old, new, n in reached)
-        return replace(self, evaluation_call=call, tokens=(a, b, c, d, e))
+        learned = tuple(new if n >= MIN_TOKENS else old for old, new, n in reached)
+        return replace(self, evaluation_call=call, tokens=learned)
 
     def after_restore(self, size_bytes: int, seconds: float, *, is_warm: bool) -> "Rates":
         """Return the rates after a restore of *size_bytes* took *seconds*."""

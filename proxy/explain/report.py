@@ -21,7 +21,8 @@ import xxhash
 from cachetools import FIFOCache
 
 from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
-from proxy.core.model import Outcome, Prompt, Title
+from proxy.core.model import Outcome, Prompt, Title, tenant_namespace
+from proxy.core.plan import most_useful
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
@@ -33,6 +34,7 @@ from proxy.llama.answers import Diagnose
 from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.store.known_models import known_tenants
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
@@ -43,6 +45,8 @@ MAX_REQUESTS, MAX_MISSES = 2000, 500
 MAX_PROMPTS = MAX_NAMED = 500
 MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
+_MAX_OTHERS = 16
+"""So many other tenants' states are searched for what a request missed."""
 LAST, MISS = "last", "miss"
 _N_DIGITS, _N_MODEL = 8, 200
 UNANSWERED = "unanswered"
@@ -291,10 +295,18 @@ class Inquiry:
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._process.opened_store is None or not self._process.can_cache:
             return judgement
-        n_missed = self._process.n_known_to_others(self._prompt) - n_reused
+        n_missed = self._n_known_to_others() - n_reused
         if n_missed <= SLACK_TOKENS:
             return judgement
         return msgspec.structs.replace(judgement, cause=Cause.OTHER_KEY, n_missed=n_missed)
+
+    def _n_known_to_others(self) -> int:
+        """Return how many tokens of the prompt the states of other tenants of this model would give."""
+        process, prompt, model = self._process, self._prompt, self._process.model_namespace
+        tenants = {b"", *known_tenants(process.store.index, model)}
+        others = {tenant_namespace(model, tenant) for tenant in tenants} - {prompt.namespace}
+        found = (process.store.find(other, prompt.tokens) for other in islice(others, _MAX_OTHERS))
+        return max((most_useful(process.rule, f, prompt.n_tokens)[0] for f in found), default=0)
 
 
 class Report:
@@ -362,6 +374,8 @@ class Report:
         """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
         answer, account, outcome = request.answer, request.account, outcome or request.outcome
         assert answer is not None
+        if account is not None and outcome is not Outcome.BYPASS:
+            self._count_tokens(account)
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
@@ -387,6 +401,14 @@ class Report:
         )
         self._log.info("request", **views.line_of(record), says=views.in_words(record))
         self._journal.add(record, judgement)
+
+    def _count_tokens(self, account: Account) -> None:
+        metrics = self._metrics
+        metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
+        metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
+        metrics.restored_tokens.inc(account.n_restored)
+        metrics.evaluation_seconds.inc(account.evaluation_seconds)
+        metrics.queue_seconds.observe(account.queued_seconds)
 
     def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
         """Count what was missed, and what was saved."""

@@ -56,6 +56,28 @@ class CallMade:
     raw_arguments: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
+
+    `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
+    of a stream only if that was kept.
+    """
+
+    status: int
+    timings: Timings | None
+    first_token_at: float | None = None
+    is_broken: bool = False
+    calls: tuple[CallMade, ...] = ()
+    said: Callable[[], str] = str
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
+        return self.timings is None and 400 <= self.status < 500
+
+
 class AnswerReader:
     """Finds the token counts and the tool calls in an answer.
 

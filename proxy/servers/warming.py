@@ -22,13 +22,13 @@ from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
-from proxy.llama.answers import AnswerReader
+from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import LlamaServer, error_message, reason_of
 from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, OnStart, Request
+from proxy.serving.request import OnStart, Request
 from proxy.serving.shared import Shared
 
 _PATH = "/completion"

@@ -1,5 +1,4 @@
-"""The cache before one llama-server: every generation request takes a lease, and uses the cache if that
-helps."""
+"""Generation requests to one llama-server: each takes a lease, and uses the cache if that helps."""
 
 import asyncio
 from dataclasses import replace

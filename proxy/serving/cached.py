@@ -22,6 +22,7 @@ from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, Wi
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
+from proxy.llama.answers import Answer
 from proxy.llama.client import Timings
 from proxy.llama.requests import honours_id_slot, pin
 from proxy.log import get_logger
@@ -39,7 +40,7 @@ from proxy.serving.planning import (
 )
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
-from proxy.serving.request import Answer, Request
+from proxy.serving.request import Request
 from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.2
@@ -395,12 +396,6 @@ class CachedRequest:
             held = self._held(before, answer.timings)
             process.slots.set_content(slot_id, as_kept(self._request, held))
         self._save_now(slot_id, is_at_risk=not self._request.warms)
-        metrics = process.metrics
-        metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
-        metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
-        metrics.restored_tokens.inc(account.n_restored)
-        metrics.evaluation_seconds.inc(account.evaluation_seconds)
-        metrics.queue_seconds.observe(account.queued_seconds)
         account.value(process.rates)
         try:
             judgement = self._inquiry.judge(account, self._request.id)

@@ -9,10 +9,11 @@ from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
+from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
-from proxy.serving.request import Answer, OnStart, Request, do_nothing
+from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
 
 # With llama-server's default flags, a slot that starts to run empties all idle slots. There only one

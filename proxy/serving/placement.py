@@ -16,9 +16,9 @@ from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
 from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
+from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks
-from proxy.serving.request import Answer
 from proxy.tasks import Turn
 
 _FIRST_LOOK_SECONDS = 0.005

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -32,7 +31,6 @@ from proxy.core.model import (
     tenant_namespace,
     tenant_without_key,
 )
-from proxy.core.plan import most_useful
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize, state_bytes
 from proxy.core.slots import (
@@ -60,7 +58,6 @@ from proxy.llama.client import Headers, SlotStatus, Timings
 from proxy.log import get_logger
 from proxy.serving.queue import Lease, SlotQueue
 from proxy.serving.shared import Services, note_quarantined
-from proxy.store.known_models import known_tenants
 
 if TYPE_CHECKING:
     from proxy.serving.launches import Launches
@@ -79,11 +76,7 @@ RATES = "rates {model} {build}"
 MAX_SIZES = 256
 """The size of the next state is guessed from the sizes of so many."""
 _MAX_KEYS = 1024
-_MAX_OTHERS = 16
-"""So many other tenants' states are searched for what a request missed."""
-ENDED_LLAMA_SERVER = (
-    "llama-server ended while it restored this state, evaluated from it or saved it"
-)
+ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this state"
 
 
 async def _is_always() -> bool:
@@ -189,13 +182,6 @@ class Process(Services):
     def tenant_here(self, tenant: bytes) -> bytes:
         """Return the tenant that counts here: the salt always counts, the key may not."""
         return tenant_without_key(tenant) if self.is_one_tenant else tenant
-
-    def n_known_to_others(self, prompt: Prompt) -> int:
-        """Return how many tokens of a prompt the states of other tenants of this model would give."""
-        tenants = {b"", *known_tenants(self.store.index, self.model_namespace)}
-        others = {tenant_namespace(self.model_namespace, t) for t in tenants} - {prompt.namespace}
-        found = (self.store.find(t, prompt.tokens) for t in islice(others, _MAX_OTHERS))
-        return max((most_useful(self.rule, f, prompt.n_tokens)[0] for f in found), default=0)
 
     # What the index remembers of a model, beyond one process.
 

@@ -33,7 +33,6 @@ C = TypeVar("C")
 
 MAX_OVERTAKES = 8
 """How many later requests may take a lease before one that waits for a better slot."""
-
 MAX_LOOKED_AT = 8
 """How many waiting requests are asked whether a slot fits them."""
 

@@ -17,35 +17,13 @@ from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account
 from proxy.explain.sketch import words_of
-from proxy.llama.answers import CallMade
-from proxy.llama.client import LlamaServer, Timings
+from proxy.llama.answers import Answer
+from proxy.llama.client import LlamaServer
 from proxy.llama.requests import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 
 NO_STORE, NO_READ = "no_store", "no_read"
 _SALT = "cache_salt"
 _NOBODYS = Namespace(b"")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
-
-    `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
-    of a stream only if that was kept.
-    """
-
-    status: int
-    timings: Timings | None
-    first_token_at: float | None = None
-    is_broken: bool = False
-    calls: tuple[CallMade, ...] = ()
-    said: Callable[[], str] = str
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
-        return self.timings is None and 400 <= self.status < 500
 
 
 OnStart = Callable[[], None]

@@ -43,6 +43,8 @@ _VALUE_NAME = "stabilizers"
 _N_PROCESSES = 64
 _SEEN_BYTES = 16 << 20
 """So many bytes of bodies are remembered; their decoded messages take about twice that."""
+_SMALL_BYTES = 16 << 10
+"""A smaller body counts as much, which bounds the number of conversations."""
 _N_FIRST_MESSAGES = 2
 """A conversation is told from others by its first messages: most often a system prompt and a question."""
 
@@ -74,7 +76,7 @@ class Stabilizing:
         if result.lessons and NO_STORE not in request.wishes:  # lessons are written to the index
             self._memory.learn(result.lessons)
         with suppress(ValueError):  # larger than _SEEN_BYTES
-            self._seen[key] = result.seen, len(body.raw)
+            self._seen[key] = result.seen, max(len(body.raw), _SMALL_BYTES)
         if result.body is body.fields:
             return
         names = tuple(name.value for name in result.changed_by)

@@ -9,6 +9,7 @@ from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, SlotPhase, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
+from proxy.llama.answers import Answer
 from proxy.llama.requests import (
     GenerationBody,
     is_task_for_each_input,
@@ -20,7 +21,7 @@ from proxy.llama.requests import (
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
-from proxy.serving.request import NO_READ, Answer, OnStart, Request, do_nothing
+from proxy.serving.request import NO_READ, OnStart, Request, do_nothing
 from proxy.tasks import Turn
 
 _FIRST_LOOK_SECONDS = 0.01

@@ -11,11 +11,11 @@ from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
 from proxy.explain.report import Told
-from proxy.llama.answers import AnswerReader
+from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
 from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
 from proxy.llama.requests import generation_route
-from proxy.serving.request import Answer, OnStart, do_nothing
+from proxy.serving.request import OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 

@@ -20,11 +20,12 @@ from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry, Journal, Report
+from proxy.llama.answers import Answer
 from proxy.llama.client import Timings
 from proxy.llama.requests import GenerationBody
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, Request
+from proxy.serving.request import Request
 
 SPACE = Namespace(b"n" * 16)
 RULE = Rule(RuleKind.RESTORE_POINTS)

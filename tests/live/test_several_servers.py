@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -44,7 +44,7 @@ class Pair:
     def set_rates(self, *, restore_seconds: float) -> None:
         """Take both for equally quick, whatever the machine was busy with when they were measured."""
         restore = Transfer(UnitCost(restore_seconds, 1.0), UnitCost(1e-9, 1.0))
-        tokens = (UnitCost(1e-3, 1.0),) * 5
+        tokens = (UnitCost(1e-3, 1.0),) * len(POSITIONS)
         for server in self.rig.running.pool.servers:
             assert server.process is not None
             server.process.rates = Rates(tokens=tokens, cold_restore=restore, warm_restore=restore)

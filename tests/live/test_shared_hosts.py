@@ -8,7 +8,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
 from proxy.shared import tier
 from tests.lab.buckets import Bucket, JuiceFs, Rclone
 from tests.lab.conversation import Message, agent_requests, system
@@ -23,7 +23,9 @@ from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
 REQUESTS = agent_requests(9, 1, header=[system(300)])
 _QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
-_RATES = Rates(tokens=(UnitCost(1e-1, 1.0),) * 5, cold_restore=_QUICK, warm_restore=_QUICK)
+_RATES = Rates(
+    tokens=(UnitCost(1e-1, 1.0),) * len(POSITIONS), cold_restore=_QUICK, warm_restore=_QUICK
+)
 """A token is dear, whatever the machine is busy with: fetching always pays."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
 from proxy.shared import remote, tier
 from proxy.shared.bucket import Bucket
 from proxy.shared.objects import Listed
@@ -28,7 +28,9 @@ from tests.live.test_commands import command
 
 HEADER = [system(450)]
 QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
-RATES = Rates(tokens=(UnitCost(1e-2, 1.0),) * 5, cold_restore=QUICK, warm_restore=QUICK)
+RATES = Rates(
+    tokens=(UnitCost(1e-2, 1.0),) * len(POSITIONS), cold_restore=QUICK, warm_restore=QUICK
+)
 
 
 @dataclass(frozen=True)

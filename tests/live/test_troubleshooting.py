@@ -16,6 +16,7 @@ from tests.lab.reader import Reader
 from tests.lab.router import Router, link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, DEFAULT_SERVER_FOLDER, LlamaServer, request
 from tests.lab.swap import Swap
+from tests.lab.waiting import wait_until
 
 LIBRARIES = DEFAULT_SERVER_FOLDER / "root" / "usr" / "lib"
 PRINTABLE = re.compile(rb"[\x20-\x7e\n]{8,}")
@@ -80,8 +81,13 @@ def said_of_prompts(folder: Path) -> Iterator[str]:
     with LlamaServer(HYBRID, n_ctx=8192, extra_args=flags, log_path=log_path) as server:
         for prompt in (IDS, IDS[:200] + [5] * 50):
             evaluate(server, prompt)
-        with ThreadPoolExecutor() as clients:
-            list(clients.map(evaluate, [server] * 2, [IDS, IDS[::-1]]))
+
+        def have_met_in_slot() -> bool:
+            with ThreadPoolExecutor() as clients:
+                list(clients.map(evaluate, [server] * 2, [IDS, IDS[::-1]]))
+            return "slot is unavailable" in server.log_text()
+
+        wait_until(have_met_in_slot)
         yield ask(server, "/completion", prompt=IDS * 3)
     yield server.log_text()
 

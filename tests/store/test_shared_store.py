@@ -19,7 +19,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
-from proxy.core.rates import Rates, UnitCost
+from proxy.core.rates import POSITIONS, Rates, UnitCost
 from proxy.core.sharing import ENTERING, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
@@ -47,7 +47,7 @@ MODEL = Namespace(b"m" * 16)
 OTHER_MODEL = Namespace(b"o" * 16)
 OURS, THEIRS = tenant_namespace(MODEL, b""), tenant_namespace(OTHER_MODEL, b"")
 CANARY, OTHER_CANARY = [(5, -0.5), (6, -1.5)], [(7, -0.5), (8, -1.5)]
-RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * 5)
+RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * len(POSITIONS))
 SECOND = 60.0
 NO_LIMITS = SharedLimits()
 KEY = Sealing(b"k" * 64)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
-from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 
 NAMESPACE = Namespace(b"n" * 16)
@@ -19,7 +19,7 @@ def steady(tokens_per_second: float = 500.0, cold_bytes_per_second: float = 1e9)
     """Return rates that are the same at every position and size, and calls that cost nothing."""
     call, token = UnitCost(0.0, 1.0), UnitCost(1 / tokens_per_second, 1.0)
     transfer = Transfer(call, UnitCost(1 / cold_bytes_per_second, 1.0))
-    return Rates(call, (token,) * 5, transfer, transfer, transfer)
+    return Rates(call, (token,) * len(POSITIONS), transfer, transfer, transfer)
 
 
 def run_of(n_tokens: int, start: int = 0) -> TokenIds:

@@ -9,8 +9,9 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.judgement import Judgement
 from proxy.explain.report import MAX_REQUESTS, Journal, Report
 from proxy.explain.views import OWN_CLIENT, RequestRecord
+from proxy.llama.answers import Answer
 from proxy.metrics import Metrics
-from proxy.serving.request import Answer, Request
+from proxy.serving.request import Request
 from proxy.stabilize.model import SAFE, Name
 
 

@@ -91,6 +91,13 @@ def test_rates_survive_being_written_down(rates: Rates) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(rates), type=Rates) == rates
 
 
+def test_rates_written_down_for_other_positions_are_not_read() -> None:
+    written = msgspec.to_builtins(Rates())
+    written["tokens"] = written["tokens"][:-1]
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(written, Rates)
+
+
 def test_evaluation_rates_are_learned_for_each_stretch_of_positions() -> None:
     rates = taught(
         (0, 1000), (1000, 4000), (0, 16_000), (20_000, 24_000), (60_000, 100_000), times=20

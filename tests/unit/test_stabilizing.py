@@ -9,11 +9,11 @@ import pytest
 from proxy.core.messages import Route
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
-from proxy.llama.answers import CallMade
+from proxy.llama.answers import Answer, CallMade
 from proxy.llama.client import Target
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, Request
+from proxy.serving.request import Request
 from proxy.serving.rewriting import Stabilizing
 from proxy.serving.shared import Shared
 from proxy.stabilize.model import parse_switches

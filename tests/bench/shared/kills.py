@@ -17,7 +17,7 @@ from pathlib import Path
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, KnownNamespace, tenant_namespace
-from proxy.core.rates import Rates, UnitCost
+from proxy.core.rates import POSITIONS, Rates, UnitCost
 from proxy.core.sharing import SharedLimits
 from proxy.core.tokens import Namespace
 from proxy.health import Degradations, Faults
@@ -50,7 +50,7 @@ ROW_BYTES = (256, 1536)
 LIMITS, CAPACITY = 40 << 20, SharedLimits(capacity=120 << 20)
 MODEL = Namespace(b"m" * 16)
 OURS = tenant_namespace(MODEL, b"")
-RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * 5)
+RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * len(POSITIONS))
 KEY = Sealing(b"k" * 64)
 _LONG_AGO_SECONDS = 7200.0
 _PARENT_SECONDS = 120.0
