@@ -40,7 +40,9 @@ _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
 _MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
-_MEASURED_SECONDS = 3600.0
+_TRUSTED_SECONDS, _MOST_TRUSTED_SECONDS = 15.0, 3600.0
+"""For how long the first measurement of a link counts, and the fifth and later ones: the machine may have
+been busy with something else, and where nothing is fetched nothing would ever correct that."""
 
 
 @dataclass(eq=False)
@@ -67,8 +69,7 @@ class Remote:
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED
-        self.measured_until = 0.0
-        """When to measure the link again: it may have changed."""
+        self.measured_until, self._trusted_seconds = 0.0, _TRUSTED_SECONDS
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
         self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
@@ -154,7 +155,8 @@ class Remote:
 
     def note_transfer(self, call_seconds: float, n_bytes: int, seconds: float) -> None:
         """Learn from a transfer that answered after *call_seconds*, and sent *n_bytes* in *seconds*."""
-        self.measured_until = time.monotonic() + _MEASURED_SECONDS
+        self.measured_until = time.monotonic() + self._trusted_seconds
+        self._trusted_seconds = min(_MOST_TRUSTED_SECONDS, 4 * self._trusted_seconds)
         self.link = after_transfer(self.link, call_seconds, n_bytes, seconds)
 
     # What is there.

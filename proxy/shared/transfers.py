@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
@@ -33,7 +34,8 @@ from proxy.store.offline import entered_as
 
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
-_TRIAL_SECONDS = 0.1
+_TRIAL_SECONDS, _N_TRIALS = 0.25, 16
+"""How long a state is read to measure the link, and among how many the largest is read."""
 _UPLOADED = "uploaded"
 
 
@@ -54,12 +56,12 @@ class Downloads:
         """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
         remote = self._remote
         if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
-            known = map(remote.index.record, remote.index.ids())
-            some = next((c for c in known if c and c.namespace), None)
+            known = (c for c in map(remote.index.record, remote.index.ids()) if c and c.namespace)
+            largest = max(islice(known, _N_TRIALS), key=lambda c: c.size_bytes, default=None)
             with remote.trying("fetch"), suppress(Gone):
-                if some is not None:
+                if largest is not None:
                     until = time.monotonic() + _TRIAL_SECONDS
-                    async with aclosing(self._stream(some)) as stream:
+                    async with aclosing(self._stream(largest)) as stream:
                         async for _ in stream:
                             if time.monotonic() > until:
                                 break

@@ -596,6 +596,20 @@ async def test_link_is_measured_before_a_request_needs_it(start: Start) -> None:
         assert b.tier.remote.link == measured, "only now and then"
 
 
+async def test_link_is_measured_again_soon_and_then_each_time_later(start: Start) -> None:
+    tokens = run_of(60_000)
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        remote, trusted_seconds = b.tier.remote, list[float]()
+        for _ in range(5):
+            remote.measured_until = 0.0
+            await b.tier.downloads.find_out()
+            trusted_seconds.append(remote.measured_until - time.monotonic())
+        assert trusted_seconds == sorted(trusted_seconds)
+        assert 0 < trusted_seconds[0] < 60 < 600 < trusted_seconds[-1]
+
+
 async def test_slow_link_is_found_out_soon_and_is_no_fault(start: Start, link: FaultyLink) -> None:
     tokens = run_of(60_000)
     async with start("a", S3) as a, start("b", S3) as b:
