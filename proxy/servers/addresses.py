@@ -197,16 +197,16 @@ class HostedModels(Watched):
     async def use(self, model: str, since: float, keys: Mapping[str, str]) -> AsyncIterator[Server]:
         """Keep a model loaded while the block runs, and load it first if it is not.
 
-        Yields an unloaded server if the model cannot be loaded, or the host does not accept the client's
-        *keys*: then the host itself refuses the request. Raises ServerAway if the host is away for too
-        long; the request has waited *since* that moment.
+        Yields an unloaded server if the model cannot be loaded, no request may have it loaded, or the host
+        does not accept the client's *keys*: then the host itself refuses the request. Raises ServerAway if
+        the host is away for too long; the request has waited *since* that moment.
         """
         if self.is_away:
             self.poke()
             await self.back(since)
         server = self.server(model)
         may_wait = self._waiting or self._changing or server.phase is Phase.UNLOADED
-        if may_wait and not await self.host.accepts(keys):
+        if model in self.models.by_hand or (may_wait and not await self.host.accepts(keys)):
             yield server
             return
         await self._admission(model, since)

@@ -442,3 +442,48 @@ async def test_llama_server_that_replaces_a_router_is_served_as_such(tmp_path: P
         router.start()
         await rig.chat(question, model="full", max_tokens=1)
         await Models(rig, router).attached({"full"})
+
+
+@asynccontextmanager
+async def at_a_router(tmp_path: Path, *extra_args: str, **options: Any) -> AsyncIterator[Models]:
+    """Run a router with two models and these flags, and the proxy before it; idle slots are not saved."""
+    slots = tmp_path / "slots"
+    slots.mkdir(mode=0o700)
+    folder, log_path = link_models(tmp_path / "models", {k: k for k in KINDS}), tmp_path / "log"
+    options |= {"extra_args": extra_args, "log_path": log_path}
+    router = Router(folder, slots, n_ctx=32768, **options)
+    async with Rig[Host](router, slots, idle_save_seconds=3600.0) as rig:
+        yield Models(rig, router)
+
+
+async def test_router_that_is_started_anew_for_fewer_models_is_not_asked_for_more(
+    tmp_path: Path,
+) -> None:
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_router(tmp_path, models_max=2) as models:
+        await models.measure_all()
+        await asyncio.to_thread(models.host.stop)
+        assert isinstance(models.host, Router)
+        models.host.models_max = 1
+        await asyncio.to_thread(models.host.start)
+        await models.ask("hybrid", first)
+        n_first, n_new = [await models.n_new("hybrid", each) for each in (first, second)]
+        # Where the router itself makes room, nothing is saved before.
+        await models.ask("full", first, max_tokens=1)
+        await models.ask("hybrid", second)
+        assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS < n_first
+
+
+async def test_model_that_is_loaded_by_hand_alone_is_not_loaded_for_a_request(
+    tmp_path: Path,
+) -> None:
+    async with at_a_router(tmp_path, "--no-models-autoload") as models:
+        await models.rig.post("/models/load", {"model": "full"})
+        await until(lambda: models.loaded() == {"full"})
+        for path in (CHAT, "/v1/messages/count_tokens"):
+            status, words = await models.refusal("hybrid", path)
+            assert status == 400 and "model is not loaded" in words
+        assert models.loaded() == {"full"}
+        await models.attached({"full"})
+        await models.ask("full", [{"role": "user", "content": "hello"}], max_tokens=1)
+        assert (await models.last_request())["server"] == "full"
