@@ -158,6 +158,14 @@ def parse_body(raw: bytes) -> GenerationBody | None:
     return None if fields is None else GenerationBody(text, fields)
 
 
+def model_named(raw: bytes, body: GenerationBody | None) -> str:
+    """Return the model that a body names, parsed or a form; empty if it names none."""
+    if body is not None:
+        return body.named_model
+    _, _, rest = raw.partition(b'name="model"') if raw.startswith(b"--") else (b"", b"", b"")
+    return rest.partition(b"\r\n\r\n")[2].partition(b"\r\n")[0].decode(errors="replace")
+
+
 def is_too_deep(raw: bytes) -> bool:
     """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
     try:

@@ -487,3 +487,19 @@ async def test_model_that_is_loaded_by_hand_alone_is_not_loaded_for_a_request(
         await models.attached({"full"})
         await models.ask("full", [{"role": "user", "content": "hello"}], max_tokens=1)
         assert (await models.last_request())["server"] == "full"
+
+
+async def test_model_that_a_form_names_makes_the_other_one_be_saved_first(tmp_path: Path) -> None:
+    """Sounds come as forms."""
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_router(tmp_path) as models:
+        await models.measure_all()
+        await models.ask("hybrid", first)
+        _, n_new = [await models.n_new("hybrid", each) for each in (first, second)]
+        form = aiohttp.FormData({"model": "full"})
+        form.add_field("file", b"RIFF", filename="sound.wav")
+        url = models.rig.base_url + "/v1/audio/transcriptions"
+        async with models.rig.client.post(url, data=form) as reply:
+            assert reply.status == 501 and models.loaded() == {"full"}
+        await models.ask("hybrid", second)
+        assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS
