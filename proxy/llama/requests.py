@@ -40,6 +40,8 @@ _ROUTES = {
     Route.UNPINNED: "/embedding /embeddings /v1/embeddings /rerank /v1/rerank /reranking /v1/reranking "
     "/audio/transcriptions /v1/audio/transcriptions /v1/systemone",
 }
+UNLOAD_ONE = "/api/models/unload/"
+"""llama-swap unloads the model whose name follows; all models if none does."""
 _BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths.split()}
 
 
@@ -91,7 +93,7 @@ def unloads_models(method: str, path: str) -> bool:
     if method == "GET":
         return path == "/unload"
     is_of_router = path in ("/models", "/models/load", "/models/unload")
-    return is_of_router or path.startswith("/api/models/unload")
+    return is_of_router or f"{path}/".startswith(UNLOAD_ONE)
 
 
 def is_anthropic(path: str) -> bool:

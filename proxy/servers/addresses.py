@@ -30,7 +30,7 @@ from proxy.errors import (
 )
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models, recognise
-from proxy.llama.requests import unloads_models
+from proxy.llama.requests import UNLOAD_ONE, unloads_models
 from proxy.log import get_logger
 from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
@@ -235,17 +235,15 @@ class HostedModels(Watched):
             self._advance()
             raise
 
+    @property
+    def _residents(self) -> Residents:
+        together, n_at_most = frozenset(self._together), self.models.n_at_most
+        return Residents(self.loaded, self._users, self._used_at, n_at_most, together)
+
     def _advance(self) -> None:
         """Admit the requests that can be served, and begin to load the next model."""
-        residents = Residents(
-            self.loaded,
-            self._users,
-            self._used_at,
-            self.models.n_at_most,
-            frozenset(self._together),
-        )
         wanted = [waiting.model for waiting in self._waiting]
-        admitted, load, leaving = next_step(wanted, residents, kept_out=self._changing)
+        admitted, load, leaving = next_step(wanted, self._residents, kept_out=self._changing)
         self._admit([self._waiting[index] for index in admitted])
         if load is not None:
             self._changing = leaving | {load}
@@ -293,10 +291,20 @@ class HostedModels(Watched):
         for model in leaving:
             await self.host.unload(model)
 
-    async def save_all(self, keys: Mapping[str, str]) -> None:
-        """Save the slots of all models before a client unloads some, if the host accepts its *keys*."""
-        if await self.host.accepts(keys):
-            await background.settle(self.processes, self._save_seconds)
+    async def save_before(self, path: str, model: str, keys: Mapping[str, str]) -> None:
+        """Save the slots of the models that a client's request may unload, if the host accepts its *keys*.
+
+        The request unloads one model, or loads one, or unloads all if *model* and *path* name none. Which
+        models make room for one that is loaded is the host's choice.
+        """
+        may_go, named = self.loaded, self.models.named(model or path.removeprefix(UNLOAD_ONE))
+        if named and "unload" in path:
+            may_go &= {named}
+        elif named and not self._residents.leaving_for(named):
+            return
+        if may_go and await self.host.accepts(keys):
+            processes = (process for m in may_go if (process := self.servers[m].process))
+            await background.settle(processes, self._save_seconds)
 
 
 # All addresses.
@@ -417,13 +425,14 @@ class Addresses:
         Each of the llama-servers may take the request: the next one if the one before cannot be reached.
         """
         if unloads_models(method, path):
-            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
+            hosts = self._hosts.values()
+            await asyncio.gather(*(hosted.save_before(path, model, keys) for hosted in hosts))
         elif model:
             hosted, named = await self.find(model, keys)
             if hosted is not None:
                 if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
                     # Only llama-swap's configuration tells for which paths it loads a model.
-                    await hosted.save_all(keys)
+                    await hosted.save_before("", named, keys)
                     yield [hosted.root]
                     return
                 async with hosted.use(named, time.monotonic(), keys):

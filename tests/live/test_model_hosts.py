@@ -452,7 +452,7 @@ async def at_a_router(tmp_path: Path, *extra_args: str, **options: Any) -> Async
     folder, log_path = link_models(tmp_path / "models", {k: k for k in KINDS}), tmp_path / "log"
     options |= {"extra_args": extra_args, "log_path": log_path}
     router = Router(folder, slots, n_ctx=32768, **options)
-    async with Rig[Host](router, slots, idle_save_seconds=3600.0) as rig:
+    async with Rig[Host](router, slots, idle_save_seconds=3600.0, drain_seconds=60.0) as rig:
         yield Models(rig, router)
 
 
@@ -487,6 +487,19 @@ async def test_model_that_is_loaded_by_hand_alone_is_not_loaded_for_a_request(
         await models.attached({"full"})
         await models.ask("full", [{"role": "user", "content": "hello"}], max_tokens=1)
         assert (await models.last_request())["server"] == "full"
+
+
+async def test_model_that_is_loaded_beside_the_others_holds_up_no_request(tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "hello"}]
+    async with at_a_router(tmp_path, models_max=2) as models:
+        await models.ask("full", question, max_tokens=1)
+        async with models.answering("full", question), asyncio.TaskGroup() as asking:
+            asking.create_task(models.rig.post("/models/load", {"model": "hybrid"}))
+            await models.attached({"full", "hybrid"})
+            asking.create_task(models.unload("hybrid"))
+            await until(lambda: models.loaded() == {"full"})
+            await models.ask("full", question, max_tokens=1)
+            assert any(slot.is_leased for slot in models.slots())
 
 
 async def test_model_that_a_form_names_makes_the_other_one_be_saved_first(tmp_path: Path) -> None:
