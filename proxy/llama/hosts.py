@@ -126,10 +126,7 @@ class Router(ModelHost):
         if status == "sleeping":  # its slots are gone; reading them wakes it
             path = f"/slots?model={quote(model, safe='')}"
             await self._root.call("GET", path, msgspec.Raw, seconds=LOAD_SECONDS)
-            status = await self._status(model)
-        if status == "loading":
-            status = await self._once(model, lambda value: value != "loading", LOAD_SECONDS)
-        if status != "loaded":
+        if await self._once(model, lambda value: value != "loading", LOAD_SECONDS) != "loaded":
             raise UpstreamRefused(500, f"model {model} could not be loaded")
 
     async def unload(self, model: str) -> None:

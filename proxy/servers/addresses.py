@@ -409,12 +409,8 @@ class Addresses:
         if not found:
             asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
             found = [(hosted, name) for hosted, name in asked if name]
-
-        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
-            hosted, name = each
-            return hosted.is_away, name not in hosted.loaded
-
-        return min(found, key=is_worse, default=(None, ""))
+        # The best one is there, and has loaded the model.
+        return min(found, key=lambda f: (f[0].is_away, f[1] not in f[0].loaded), default=(None, ""))
 
     @asynccontextmanager
     async def passing(

@@ -102,15 +102,13 @@ class Front:
                 model = model_named(content, parse_body(content))
         keys = keys_of(request.headers)
         async with self.pool.passing(request.method, path, model, keys) as upstreams:
-            *others, last = upstreams
-            for upstream in others:
+            for upstream in upstreams:
                 try:
                     await exchange.send(upstream, content, headers=headers)
                     return
                 except ServerAway as away:
-                    if away.was_sent == "yes":
+                    if away.was_sent == "yes" or upstream is upstreams[-1]:
                         raise
-            await exchange.send(last, content, headers=headers)
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
         """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
