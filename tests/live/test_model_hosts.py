@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,7 +22,7 @@ from tests.lab.models import model_path
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, find_free_port
 from tests.lab.swap import Swap
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -393,6 +394,22 @@ async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_pat
         await until(lambda: not models.loaded())
         await models.ask("full", second)
         assert (await models.last_request())["chosen"] == "restore"
+
+
+async def test_model_that_is_no_llama_server_is_unloaded_at_a_swap_when_nobody_asks(
+    tmp_path: Path,
+) -> None:
+    """Speech and image models, say."""
+    (tmp_path / "health").touch()
+    port = find_free_port()
+    files = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
+    command = shlex.join([*files, "--directory", str(tmp_path)])
+    other = {"cmd": command, "proxy": f"http://127.0.0.1:{port}", "ttl": 2}
+    async with at_a_swap(tmp_path, **other) as models:
+        assert (await models.refusal("full", CHAT))[0] == 501
+        await models.rig.reasons_are("not a llama-server")
+        await until(lambda: not models.loaded())
+        await models.rig.reasons_are()
 
 
 async def test_nobody_without_a_key_has_models_swapped(start_models: StartModels) -> None:
