@@ -6,7 +6,9 @@ order received. As in llama-server's parser, nlohmann::json, the last of repeate
 mark is skipped, and a zero byte ends the text.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +107,8 @@ def is_anthropic(path: str) -> bool:
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_STACK_BELOW = 100
+"""How many calls deeper than where a body is parsed its parts are written again, at most."""
 _TAINTING = ("lora", "n_cache_reuse")
 _MEDIA = ("image_url", "input_audio")
 
@@ -153,10 +157,22 @@ class GenerationBody:
         return f"{path} {last_role} {','.join(sorted(self.fields))}"
 
 
+@contextmanager
+def _less_deep() -> Iterator[None]:
+    """Let nothing be parsed that is nested too deeply to be written or compared further down the stack."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit - _STACK_BELOW)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
     text = _text_read(raw)
-    fields = object_in(text)
+    with _less_deep():
+        fields = object_in(text)
     return None if fields is None else GenerationBody(text, fields)
 
 
@@ -171,7 +187,8 @@ def model_named(raw: bytes, body: GenerationBody | None) -> str:
 def is_too_deep(raw: bytes) -> bool:
     """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
     try:
-        msgspec.json.decode(_text_read(raw))
+        with _less_deep():
+            msgspec.json.decode(_text_read(raw))
     except (RecursionError, ValueError) as error:
         return isinstance(error, RecursionError)
     return False
