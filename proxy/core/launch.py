@@ -126,12 +126,13 @@ def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
     named = next((given[n].value for n in ("--alias", "--hf-repo") if n in given), "")
     model = posixpath.basename(launch.model_path) or named or "the models that it finds"
     slots, context = given.get("--parallel"), given.get("--ctx-size")
-    n_slots = int(slots.value) if slots and slots.value.isdecimal() else 1
+    # Without a number, as in -np -1, llama-server chooses.
+    n_slots = int(slots.value) if slots and slots.value.isdecimal() else int(slots is None)
     n_tokens = int(context.value) if context and context.value.isdecimal() else 0
     each = 1 if _unified_by(given) else n_slots
     launch.n_ctx = n_tokens // max(1, each)
     length = f"{launch.n_ctx:,} tokens" if launch.n_ctx else "the model's whole context"
-    return f"{model}, {n_slots} slot{'s' * (n_slots != 1)} of {length}"
+    return f"{model}, {n_slots or 'some'} slot{'s' * (n_slots != 1)} of {length}"
 
 
 def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:
@@ -175,8 +176,7 @@ def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collectio
     Without -np llama-server has four slots that share one cache, and are emptied for each other once it is
     full. With -np N each slot has an Nth of -c, so any N but 1 would quietly shrink the user's context.
     """
-    n_parallel = given.get("--parallel")
-    if n_parallel is None:
+    if "--parallel" not in given:
         _add(launch, known, "-np", "1")
     if unified := _unified_by(given):
         launch.warnings.append(

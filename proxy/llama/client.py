@@ -44,7 +44,7 @@ class Props(msgspec.Struct):
     """GET /props. `media_marker` is new in every process, so it identifies the process.
 
     `role` is "router" if llama-server hosts several models. `max_instances` models may be loaded at once;
-    0 means any number.
+    0 means any number. Without `models_autoload` a request for a model that is not loaded is refused.
     """
 
     total_slots: int = 0
@@ -56,6 +56,7 @@ class Props(msgspec.Struct):
     modalities: dict[str, Any] = {}
     role: str = ""
     max_instances: int | None = None
+    models_autoload: bool = True
 
     @property
     def n_ctx(self) -> int:

@@ -30,6 +30,8 @@ class Models:
     known: frozenset[str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     n_at_most: int | None = None
+    by_hand: frozenset[str] = frozenset()
+    """Models that are not loaded, and that no request has loaded (--no-models-autoload)."""
 
     def named(self, name: str) -> str | None:
         """Return the model with this name or alias; None if there is none."""
@@ -103,19 +105,19 @@ class Router(ModelHost):
     hides_names = False
     _guarded_path = "/models"
 
-    def __init__(self, root: LlamaServer, n_at_most: int | None) -> None:
-        super().__init__(root)
-        self._n_at_most = _UNLIMITED if n_at_most == 0 else n_at_most
-
     async def models(self) -> Models:
+        # A router that was started anew may have other flags.
+        if (props := await self._root.props()).role != "router":
+            raise UpstreamRefused(404, "it is no router any more")
         listed = {text_of(entry, "id"): entry for entry in await self._root.models("/models")}
-        if not all(map(_state, listed.values())):
-            raise UpstreamRefused(404, "a llama-server without a router lists its model")
+        states = {name: _state(entry) for name, entry in listed.items()}
+        unloaded = frozenset(name for name, state in states.items() if state == "unloaded")
         return Models(
-            loaded=frozenset(name for name, entry in listed.items() if _state(entry) == "loaded"),
+            loaded=frozenset(name for name, state in states.items() if state == "loaded"),
             known=frozenset(listed),
             aliases={a: name for name, m in listed.items() for a in list_of(m.get("aliases"))},
-            n_at_most=self._n_at_most,
+            n_at_most=_UNLIMITED if props.max_instances == 0 else props.max_instances,
+            by_hand=frozenset() if props.models_autoload else unloaded,
         )
 
     async def load(self, model: str) -> None:
@@ -124,10 +126,7 @@ class Router(ModelHost):
         if status == "sleeping":  # its slots are gone; reading them wakes it
             path = f"/slots?model={quote(model, safe='')}"
             await self._root.call("GET", path, msgspec.Raw, seconds=LOAD_SECONDS)
-            status = await self._status(model)
-        if status == "loading":
-            status = await self._once(model, lambda value: value != "loading", LOAD_SECONDS)
-        if status != "loaded":
+        if await self._once(model, lambda value: value != "loading", LOAD_SECONDS) != "loaded":
             raise UpstreamRefused(500, f"model {model} could not be loaded")
 
     async def unload(self, model: str) -> None:
@@ -239,9 +238,8 @@ def _behind(path: str, name: str) -> str:
 async def recognise(root: LlamaServer) -> ModelHost | None:
     """Return the host of models at a URL; None if it is no host of models, or does not answer now."""
     try:
-        props = await root.props()
-        if props.role == "router":
-            return Router(root, props.max_instances)
+        if (await root.props()).role == "router":
+            return Router(root)
     except UpstreamUnreachable:
         return None
     except UpstreamFault:

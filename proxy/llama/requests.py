@@ -6,7 +6,9 @@ order received. As in llama-server's parser, nlohmann::json, the last of repeate
 mark is skipped, and a zero byte ends the text.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,8 @@ _ROUTES = {
     Route.UNPINNED: "/embedding /embeddings /v1/embeddings /rerank /v1/rerank /reranking /v1/reranking "
     "/audio/transcriptions /v1/audio/transcriptions /v1/systemone",
 }
+UNLOAD_ONE = "/api/models/unload/"
+"""llama-swap unloads the model whose name follows; all models if none does."""
 _BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths.split()}
 
 
@@ -91,7 +95,7 @@ def unloads_models(method: str, path: str) -> bool:
     if method == "GET":
         return path == "/unload"
     is_of_router = path in ("/models", "/models/load", "/models/unload")
-    return is_of_router or path.startswith("/api/models/unload")
+    return is_of_router or f"{path}/".startswith(UNLOAD_ONE)
 
 
 def is_anthropic(path: str) -> bool:
@@ -103,6 +107,8 @@ def is_anthropic(path: str) -> bool:
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_STACK_BELOW = 100
+"""How many calls deeper than where a body is parsed its parts are written again, at most."""
 _TAINTING = ("lora", "n_cache_reuse")
 _MEDIA = ("image_url", "input_audio")
 
@@ -151,17 +157,38 @@ class GenerationBody:
         return f"{path} {last_role} {','.join(sorted(self.fields))}"
 
 
+@contextmanager
+def _less_deep() -> Iterator[None]:
+    """Let nothing be parsed that is nested too deeply to be written or compared further down the stack."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit - _STACK_BELOW)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
     text = _text_read(raw)
-    fields = object_in(text)
+    with _less_deep():
+        fields = object_in(text)
     return None if fields is None else GenerationBody(text, fields)
+
+
+def model_named(raw: bytes, body: GenerationBody | None) -> str:
+    """Return the model that a body names, parsed or a form; empty if it names none."""
+    if body is not None:
+        return body.named_model
+    _, _, rest = raw.partition(b'name="model"') if raw.startswith(b"--") else (b"", b"", b"")
+    return rest.partition(b"\r\n\r\n")[2].partition(b"\r\n")[0].decode(errors="replace")
 
 
 def is_too_deep(raw: bytes) -> bool:
     """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
     try:
-        msgspec.json.decode(_text_read(raw))
+        with _less_deep():
+            msgspec.json.decode(_text_read(raw))
     except (RecursionError, ValueError) as error:
         return isinstance(error, RecursionError)
     return False

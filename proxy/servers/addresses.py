@@ -30,7 +30,7 @@ from proxy.errors import (
 )
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models, recognise
-from proxy.llama.requests import unloads_models
+from proxy.llama.requests import UNLOAD_ONE, unloads_models
 from proxy.log import get_logger
 from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
@@ -197,16 +197,16 @@ class HostedModels(Watched):
     async def use(self, model: str, since: float, keys: Mapping[str, str]) -> AsyncIterator[Server]:
         """Keep a model loaded while the block runs, and load it first if it is not.
 
-        Yields an unloaded server if the model cannot be loaded, or the host does not accept the client's
-        *keys*: then the host itself refuses the request. Raises ServerAway if the host is away for too
-        long; the request has waited *since* that moment.
+        Yields an unloaded server if the model cannot be loaded, no request may have it loaded, or the host
+        does not accept the client's *keys*: then the host itself refuses the request. Raises ServerAway if
+        the host is away for too long; the request has waited *since* that moment.
         """
         if self.is_away:
             self.poke()
             await self.back(since)
         server = self.server(model)
         may_wait = self._waiting or self._changing or server.phase is Phase.UNLOADED
-        if may_wait and not await self.host.accepts(keys):
+        if model in self.models.by_hand or (may_wait and not await self.host.accepts(keys)):
             yield server
             return
         await self._admission(model, since)
@@ -235,17 +235,15 @@ class HostedModels(Watched):
             self._advance()
             raise
 
+    @property
+    def _residents(self) -> Residents:
+        together, n_at_most = frozenset(self._together), self.models.n_at_most
+        return Residents(self.loaded, self._users, self._used_at, n_at_most, together)
+
     def _advance(self) -> None:
         """Admit the requests that can be served, and begin to load the next model."""
-        residents = Residents(
-            self.loaded,
-            self._users,
-            self._used_at,
-            self.models.n_at_most,
-            frozenset(self._together),
-        )
         wanted = [waiting.model for waiting in self._waiting]
-        admitted, load, leaving = next_step(wanted, residents, kept_out=self._changing)
+        admitted, load, leaving = next_step(wanted, self._residents, kept_out=self._changing)
         self._admit([self._waiting[index] for index in admitted])
         if load is not None:
             self._changing = leaving | {load}
@@ -293,10 +291,20 @@ class HostedModels(Watched):
         for model in leaving:
             await self.host.unload(model)
 
-    async def save_all(self, keys: Mapping[str, str]) -> None:
-        """Save the slots of all models before a client unloads some, if the host accepts its *keys*."""
-        if await self.host.accepts(keys):
-            await background.settle(self.processes, self._save_seconds)
+    async def save_before(self, path: str, model: str, keys: Mapping[str, str]) -> None:
+        """Save the slots of the models that a client's request may unload, if the host accepts its *keys*.
+
+        The request unloads one model, or loads one, or unloads all if *model* and *path* name none. Which
+        models make room for one that is loaded is the host's choice.
+        """
+        may_go, named = self.loaded, self.models.named(model or path.removeprefix(UNLOAD_ONE))
+        if named and "unload" in path:
+            may_go &= {named}
+        elif named and not self._residents.leaving_for(named):
+            return
+        if may_go and await self.host.accepts(keys):
+            processes = (process for m in may_go if (process := self.servers[m].process))
+            await background.settle(processes, self._save_seconds)
 
 
 # All addresses.
@@ -401,12 +409,8 @@ class Addresses:
         if not found:
             asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
             found = [(hosted, name) for hosted, name in asked if name]
-
-        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
-            hosted, name = each
-            return hosted.is_away, name not in hosted.loaded
-
-        return min(found, key=is_worse, default=(None, ""))
+        # The best one is there, and has loaded the model.
+        return min(found, key=lambda f: (f[0].is_away, f[1] not in f[0].loaded), default=(None, ""))
 
     @asynccontextmanager
     async def passing(
@@ -417,13 +421,14 @@ class Addresses:
         Each of the llama-servers may take the request: the next one if the one before cannot be reached.
         """
         if unloads_models(method, path):
-            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
+            hosts = self._hosts.values()
+            await asyncio.gather(*(hosted.save_before(path, model, keys) for hosted in hosts))
         elif model:
             hosted, named = await self.find(model, keys)
             if hosted is not None:
                 if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
                     # Only llama-swap's configuration tells for which paths it loads a model.
-                    await hosted.save_all(keys)
+                    await hosted.save_before("", named, keys)
                     yield [hosted.root]
                     return
                 async with hosted.use(named, time.monotonic(), keys):

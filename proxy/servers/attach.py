@@ -165,12 +165,10 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
 
 
 async def _identify(process: Process, props: Props) -> None:
-    try:
+    with suppress(UpstreamRefused):  # --no-slots: a save of a busy slot just waits for it
         for status in await process.upstream.slots():
             if status.is_processing:
                 process.slots.lease(SlotId(status.id), time.monotonic())
-    except UpstreamRefused:
-        pass  # --no-slots: a save of a busy slot just waits for it
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         await _examine(process, await _empty_slot(process, adopted), props)

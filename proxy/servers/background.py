@@ -126,8 +126,7 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> None:
         if lease := process.queue.try_lease(slot.id):
             writing.append(process.saves.begin(slot.id))
             lease.hand_over(writing[-1])
-    done = asyncio.gather(*writing)
-    done.add_done_callback(lambda _: turn.end())
+    asyncio.gather(*writing).add_done_callback(lambda _: turn.end())
 
 
 def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:

@@ -211,10 +211,7 @@ class Pool(Addresses):
         finally:
             for task in waits:
                 task.cancel()
-        # None is attached: prefer one that answers to one that cannot be reached.
-        is_there = (
-            t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
-        )
-        refused = (task for task in waits if task.exception() is not None)
-        last = next(is_there, None) or next(refused, None) or next(iter(waits))
+        # None is attached: prefer one that answers, then one that may come back.
+        away = Phase.UNREACHABLE
+        last = min(waits, key=lambda t: 1 if t.exception() else 2 * (waits[t].phase is away))
         return waits[last], last.result()

@@ -269,7 +269,7 @@ class Server(Watched):
     async def watch(self) -> None:
         """Follow llama-server until cancelled."""
         while True:
-            is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED)
+            is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED, Phase.NOT_A_SERVER)
             if self.is_polled or not is_settled or self._poked.is_set():
                 await self.look()
             if self.process:

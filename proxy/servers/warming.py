@@ -64,7 +64,7 @@ class Warming:
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
         headers = keys or upstream.own_headers
-        request = Request(
+        again = Request(
             path=_PATH,
             route=Route.COMPLETION,
             headers=headers,
@@ -73,8 +73,7 @@ class Warming:
             client=OWN_CLIENT,
             model=upstream.target.model,
         )
-        raw = tokens_request(wanted, upstream.target.model)
-        return request.receive(raw, self._shared.secret)
+        return again.receive(tokens_request(wanted, upstream.target.model), self._shared.secret)
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""

@@ -19,7 +19,14 @@ from proxy.explain.judgement import Account
 from proxy.explain.sketch import words_of
 from proxy.llama.answers import Answer
 from proxy.llama.client import LlamaServer
-from proxy.llama.requests import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
+from proxy.llama.requests import (
+    GenerationBody,
+    cache_wishes,
+    is_too_deep,
+    model_named,
+    only_to_warm,
+    parse_body,
+)
 
 NO_STORE, NO_READ = "no_store", "no_read"
 _SALT = "cache_salt"
@@ -131,7 +138,7 @@ class Request:
             self.warms = "stream" if body.wants_stream else "whole"
             raw, body = warming, parse_body(warming)
         self.wishes = cache_wishes(body, self.asked_cache)
-        self.model = self.model or (body.named_model if body else "")
+        self.model = self.model or model_named(raw, body)
         self.session = self.session or (body.session if body else "")
         self._received = raw, body
         self.begin()

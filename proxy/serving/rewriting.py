@@ -100,11 +100,10 @@ class Stabilizing:
 
     def _remembered(self) -> Memory:
         store = self._services.opened_store
-        data = store.index.value(_VALUE_NAME, bytes) if store is not None else None
-        try:
-            return Memory.from_bytes(data) if data else Memory()
-        except ValueError:
-            return Memory()
+        if store is not None and (data := store.index.value(_VALUE_NAME, bytes)):
+            with suppress(ValueError):
+                return Memory.from_bytes(data)
+        return Memory()
 
     async def _facts_of(self, process: Process) -> RequestFacts:
         """Return the facts about this llama-server's template; empty facts if it cannot tell in time."""

@@ -72,7 +72,7 @@ def parse_switches(text: str) -> frozenset[Name]:
 
 _OVERHEAD_BYTES = 250
 """The key, two Python objects, and an entry in two dictionaries."""
-_MAX_VARIANTS = 8
+MAX_VARIANTS = 8
 _N_SYSTEM_PROMPTS = 64
 
 
@@ -118,7 +118,7 @@ class Memory:
         """
         call = (name, raw_arguments)
         others = [known for known in self.calls(call_id, tenant=tenant) if known != call]
-        self.learn({call_key(call_id, tenant): [*others[1 - _MAX_VARIANTS :], call]})
+        self.learn({call_key(call_id, tenant): [*others[1 - MAX_VARIANTS :], call]})
 
     def calls(self, call_id: str, *, tenant: str = "") -> list[tuple[str, str]]:
         """Return the name and raw arguments of each call with this id."""

@@ -16,6 +16,7 @@ from proxy.llama.requests import (
     Aliases,
     changes_server_state,
     counts_tokens,
+    model_named,
     parse_body,
     with_alias,
 )
@@ -97,19 +98,17 @@ class Front:
         if counts or (request.method == "POST" and self.pool.has_models):
             content = await self._read_body(request)
             headers.popall("Content-Length", None)
-            body = parse_body(content) if may_load and not model else None
-            model = body.named_model if body else model
+            if may_load and not model:
+                model = model_named(content, parse_body(content))
         keys = keys_of(request.headers)
         async with self.pool.passing(request.method, path, model, keys) as upstreams:
-            *others, last = upstreams
-            for upstream in others:
+            for upstream in upstreams:
                 try:
                     await exchange.send(upstream, content, headers=headers)
                     return
                 except ServerAway as away:
-                    if away.was_sent == "yes":
+                    if away.was_sent == "yes" or upstream is upstreams[-1]:
                         raise
-            await exchange.send(last, content, headers=headers)
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
         """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""

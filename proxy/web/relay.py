@@ -138,8 +138,11 @@ class Exchange:
             else:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
                 self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
-            if self.route is not None and _is_of_type(answer, _EVENTS) and not reader.is_complete:
-                # llama-swap ends a stream that broke off as if it were whole.
+            # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
+            # llama-swap if it broke off.
+            is_stopped = "X-Conversation-Id" in self.client.headers and target.host != "llama-swap"
+            is_whole = self.route is None or not _is_of_type(answer, _EVENTS) or reader.is_complete
+            if not (is_whole or is_stopped):
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
         except (asyncio.CancelledError, ConnectionResetError):

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,7 +22,7 @@ from tests.lab.models import model_path
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, find_free_port
 from tests.lab.swap import Swap
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -395,6 +396,22 @@ async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_pat
         assert (await models.last_request())["chosen"] == "restore"
 
 
+async def test_model_that_is_no_llama_server_is_unloaded_at_a_swap_when_nobody_asks(
+    tmp_path: Path,
+) -> None:
+    """Speech and image models, say."""
+    (tmp_path / "health").touch()
+    port = find_free_port()
+    files = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
+    command = shlex.join([*files, "--directory", str(tmp_path)])
+    other = {"cmd": command, "proxy": f"http://127.0.0.1:{port}", "ttl": 2}
+    async with at_a_swap(tmp_path, **other) as models:
+        assert (await models.refusal("full", CHAT))[0] == 501
+        await models.rig.reasons_are("not a llama-server")
+        await until(lambda: not models.loaded())
+        await models.rig.reasons_are()
+
+
 async def test_nobody_without_a_key_has_models_swapped(start_models: StartModels) -> None:
     hello = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     async with start_models(key="right") as models:
@@ -442,3 +459,77 @@ async def test_llama_server_that_replaces_a_router_is_served_as_such(tmp_path: P
         router.start()
         await rig.chat(question, model="full", max_tokens=1)
         await Models(rig, router).attached({"full"})
+
+
+@asynccontextmanager
+async def at_a_router(tmp_path: Path, *extra_args: str, **options: Any) -> AsyncIterator[Models]:
+    """Run a router with two models and these flags, and the proxy before it; idle slots are not saved."""
+    slots = tmp_path / "slots"
+    slots.mkdir(mode=0o700)
+    folder, log_path = link_models(tmp_path / "models", {k: k for k in KINDS}), tmp_path / "log"
+    options |= {"extra_args": extra_args, "log_path": log_path}
+    router = Router(folder, slots, n_ctx=32768, **options)
+    async with Rig[Host](router, slots, idle_save_seconds=3600.0, drain_seconds=60.0) as rig:
+        yield Models(rig, router)
+
+
+async def test_router_that_is_started_anew_for_fewer_models_is_not_asked_for_more(
+    tmp_path: Path,
+) -> None:
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_router(tmp_path, models_max=2) as models:
+        await models.measure_all()
+        await asyncio.to_thread(models.host.stop)
+        assert isinstance(models.host, Router)
+        models.host.models_max = 1
+        await asyncio.to_thread(models.host.start)
+        await models.ask("hybrid", first)
+        n_first, n_new = [await models.n_new("hybrid", each) for each in (first, second)]
+        # Where the router itself makes room, nothing is saved before.
+        await models.ask("full", first, max_tokens=1)
+        await models.ask("hybrid", second)
+        assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS < n_first
+
+
+async def test_model_that_is_loaded_by_hand_alone_is_not_loaded_for_a_request(
+    tmp_path: Path,
+) -> None:
+    async with at_a_router(tmp_path, "--no-models-autoload") as models:
+        await models.rig.post("/models/load", {"model": "full"})
+        await until(lambda: models.loaded() == {"full"})
+        for path in (CHAT, "/v1/messages/count_tokens"):
+            status, words = await models.refusal("hybrid", path)
+            assert status == 400 and "model is not loaded" in words
+        assert models.loaded() == {"full"}
+        await models.attached({"full"})
+        await models.ask("full", [{"role": "user", "content": "hello"}], max_tokens=1)
+        assert (await models.last_request())["server"] == "full"
+
+
+async def test_model_that_is_loaded_beside_the_others_holds_up_no_request(tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "hello"}]
+    async with at_a_router(tmp_path, models_max=2) as models:
+        await models.ask("full", question, max_tokens=1)
+        async with models.answering("full", question), asyncio.TaskGroup() as asking:
+            asking.create_task(models.rig.post("/models/load", {"model": "hybrid"}))
+            await models.attached({"full", "hybrid"})
+            asking.create_task(models.unload("hybrid"))
+            await until(lambda: models.loaded() == {"full"})
+            await models.ask("full", question, max_tokens=1)
+            assert any(slot.is_leased for slot in models.slots())
+
+
+async def test_model_that_a_form_names_makes_the_other_one_be_saved_first(tmp_path: Path) -> None:
+    """Sounds come as forms."""
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_router(tmp_path) as models:
+        await models.measure_all()
+        await models.ask("hybrid", first)
+        _, n_new = [await models.n_new("hybrid", each) for each in (first, second)]
+        form = aiohttp.FormData({"model": "full"})
+        form.add_field("file", b"RIFF", filename="sound.wav")
+        url = models.rig.base_url + "/v1/audio/transcriptions"
+        async with models.rig.client.post(url, data=form) as reply:
+            assert reply.status == 501 and models.loaded() == {"full"}
+        await models.ask("hybrid", second)
+        assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from proxy.llama.requests import (
     bypass_reason,
     cache_wishes,
     chat_reason,
+    is_too_deep,
     leading_system,
     n_completions,
     only_to_warm,
@@ -322,3 +324,16 @@ def test_request_that_only_warms_is_known_by_what_it_says(
 ) -> None:
     raw = only_to_warm(route, GenerationBody(b"", fields))
     assert (None if raw is None else json.loads(raw)) == expected
+
+
+def test_body_that_is_parsed_can_be_written_further_down_the_stack() -> None:
+    def written(fields: object, n_calls: int) -> bytes:
+        return written(fields, n_calls - 1) if n_calls else msgspec.json.encode(fields)
+
+    def nested(depth: int) -> bytes:
+        return b'{"a":' * depth + b"1" + b"}" * depth
+
+    depth = next(n for n in range(1000, 0, -1) if parse_body(nested(n)))
+    deepest = parse_body(nested(depth))
+    assert deepest and written(deepest.fields, 60) == nested(depth)
+    assert is_too_deep(nested(depth + 1)) and not is_too_deep(nested(depth))

@@ -35,6 +35,7 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
     assert (made.n_context_checkpoints, made.has_ram_cache) == (8, False)
     assert (made.conflicts, made.warnings) == ([], [])
     assert made.says == "the models that it finds, 1 slot of the model's whole context"
+    assert launch(parallel="-1", ctx_size="8192").says.endswith(", some slots of 8,192 tokens")
     assert made.n_ctx == 0
     assert launch(ctx_size="131072", parallel="2").n_ctx == 65536
 

@@ -477,6 +477,22 @@ def test_responses_call_is_restored_to_the_letter() -> None:
     assert result.body["input"] == [{**item, "arguments": '{"a": 1}'}]
 
 
+def test_call_is_not_replaced_by_the_call_of_another_conversation_that_has_its_id() -> None:
+    """Kimi K2 numbers the calls of each conversation from zero."""
+    id_, others = (
+        "functions.bash:0",
+        [f'{{"command": "cd /other{i} && make {i}"}}' for i in range(8)],
+    )
+    function = {"name": "bash", "arguments": '{"command": "make 7"}'}
+    call = {"id": id_, "type": "function", "function": function}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    made = [(id_, "bash", raw) for raw in (function["arguments"], *others)]
+    assert restored(Route.CHAT, body, *made).body is body
+    spaced = '{"command":  "make 7"}'  # only the spaces differ: it means the same whoever wrote it
+    result = restored(Route.CHAT, body, *made[2:], (id_, "bash", spaced))
+    assert result.body["messages"][0]["tool_calls"][0]["function"]["arguments"] == spaced
+
+
 @pytest.mark.parametrize(
     ("made_name", "raw", "is_restored"),
     [("reed", '{"a": 1}', True), ("read", '{"a": 1}', False), ("reed", '{"a": ', False)],
