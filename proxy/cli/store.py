@@ -95,7 +95,8 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
             facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
             title = _title(level, group)
             title += "," if level else ""
-            node = tree.add(Text.assemble((title, "bold"), facts, (node_id[:_DIGITS], "dim")))
+            digits = node_id[:_DIGITS] if node_id.strip("0") else ""
+            node = tree.add(Text.assemble((title, "bold"), facts, (digits, "dim")))
         _grow(node, group, level + 1, n_shown)
     if left_out := [c for _, group in ordered[n_shown:] for c in group]:
         tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
@@ -108,7 +109,8 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
         return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
         if newest.n_header_tokens <= 1:  # the first token is that of every prompt
-            return "no header known"
+            # With one slot and full attention no header is looked for: nothing depends on it.
+            return "no header" if newest.n_header_tokens else "headers not told apart"
         return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
     words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
     return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"

@@ -263,6 +263,36 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     assert re.search(r"^log_level +error +environment *", shown, re.M)
 
 
+def listing(*listed: ListedCheckpoint) -> str:
+    """Return what `ls` prints of these checkpoints."""
+
+    class Listing(DirectoryStore):
+        def __init__(self) -> None:
+            pass
+
+        def checkpoints(self) -> list[ListedCheckpoint]:
+            return list(listed)
+
+    printed = StringIO()
+    with redirect_stdout(printed):
+        assert ls.callback is not None
+        with ls.make_context("ls", []):
+            unwrap(ls.callback)(Listing(), None, False)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "said"), [(0, "headers not told apart"), (1, "no header"), (9, "header, 9 tokens")]
+)
+def test_header_that_was_not_looked_for_is_not_called_unknown(n_tokens: int, said: str) -> None:
+    parent = f"{NAMESPACE.hex()}/{0 if n_tokens < 2 else 7 << 60:016x}/{SESSION:016x}"
+    one = msgspec.structs.replace(LISTED[0], parent=parent, n_header_tokens=n_tokens)
+    assert re.search(
+        rf"^.── {said}, .* ago {{2}}{'7000' if n_tokens > 1 else ''}", listing(one), re.M
+    )
+    assert " 0000" not in listing(one)  # it names nothing
+
+
 def test_ls_fits_80_columns() -> None:
     """With large numbers, under another model's namespace."""
     kinds = [kind.value for kind in CheckpointKind]
@@ -276,19 +306,8 @@ def test_ls_fits_80_columns() -> None:
         for n, kind in enumerate(kinds, 1)
     ]  # fmt: skip
 
-    class Listing(DirectoryStore):
-        def __init__(self) -> None:
-            pass
-
-        def checkpoints(self) -> list[ListedCheckpoint]:
-            return listed
-
-    printed = StringIO()
-    with redirect_stdout(printed):
-        assert ls.callback is not None
-        with ls.make_context("ls", []):
-            unwrap(ls.callback)(Listing(), None, False)
-    lines = printed.getvalue().splitlines()
+    printed = listing(*listed)
+    lines = printed.splitlines()
     assert len(lines) == 1 + 1 + 2 + 4 + 4  # sum, model, headers, sessions, states: none is folded
     assert max(map(len, map(str.rstrip, lines))) <= 80
-    assert "worth 999 s" in printed.getvalue() and "pinned" in printed.getvalue()
+    assert "worth 999 s" in printed and "pinned" in printed
