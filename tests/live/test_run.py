@@ -196,8 +196,9 @@ def test_llama_server_that_dies_ends_the_run_with_its_status(
     ask(run, "first")
     os.kill(child_of(run.pid), number)
     assert run.ended() == 70
-    *_, last = run.log_text().splitlines()
+    *_, last, hint = run.log_text().splitlines()
     assert f"llama-server died: killed by {number.name}" in last
+    assert hint == "`run --restart` starts it again when it dies"
 
 
 def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun) -> None:
