@@ -321,6 +321,14 @@ def test_conflict_is_named_and_nothing_is_started(
     assert run.server_pids() == []
 
 
+def test_file_in_place_of_the_directory_is_named_as_one(new_run: StartRun, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = new_run(options=("--slot-save-path", str(tmp_path / "file")))
+    run.start()
+    assert run.ended() == 2
+    assert f"{tmp_path / 'file'} is not a directory" in run.log_text()
+
+
 def test_port_of_the_proxy_itself_is_refused(new_run: StartRun) -> None:
     port = str(find_free_port())
     run = new_run(
