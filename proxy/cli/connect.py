@@ -17,16 +17,7 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.command import (
-    Exit,
-    RunningProxy,
-    agree,
-    answer,
-    fail,
-    told_plainly,
-    with_proxy,
-    yes_option,
-)
+from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -149,32 +140,30 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Merge the content into a file, after the user agreed to the difference."""
-    with told_plainly():
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            after = merged_text(path, before, content)
-        except (ValueError, yaml.YAMLError):
-            fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
-        if before == after:
-            return
-        _agree(path, before, after)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not _backup(path).exists():
-            _put(_backup(path), before)
-        _put(path, after)
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        after = merged_text(path, before, content)
+    except (ValueError, yaml.YAMLError):
+        fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
+    if before == after:
+        return
+    _agree(path, before, after)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not _backup(path).exists():
+        _put(_backup(path), before)
+    _put(path, after)
 
 
 def _undo(path: Path) -> None:
-    with told_plainly():
-        if not _backup(path).exists():
-            fail(f"nothing to undo: there is no {_backup(path)}")
-        before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
-        _agree(path, before, after)
-        if after:
-            _put(path, after)
-        else:
-            path.unlink()
-        _backup(path).unlink()
+    if not _backup(path).exists():
+        fail(f"nothing to undo: there is no {_backup(path)}")
+    before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
+    _agree(path, before, after)
+    if after:
+        _put(path, after)
+    else:
+        path.unlink()
+    _backup(path).unlink()
 
 
 def _backup(path: Path) -> Path:

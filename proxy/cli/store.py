@@ -22,10 +22,8 @@ from proxy.cli.command import (
     checkpoints_in_words,
     fail,
     file_option,
-    opened,
     progress,
     table_of,
-    told_plainly,
     with_directory,
     with_store,
     yes_option,
@@ -300,7 +298,7 @@ def check(settings: Settings, fix: bool) -> None:
     lost.
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
-    with opened(Path(settings.slot_save_path), mends_index=fix) as store:
+    with offline.open_offline(Path(settings.slot_save_path), mends_index=fix) as store:
         sizes = [checkpoint.size_bytes for checkpoint in store.checkpoints()]
         with progress("reading", sum(sizes)) as update:
             problems = offline.examine(store, lambda n: update(advance=n))
@@ -345,15 +343,14 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     proxy may be using the directory meanwhile.
     """
     files = StateFiles(Path(settings.slot_save_path))
-    with told_plainly():
-        records = offline.read_records(files)
-        models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
-        listed = [list_checkpoint(record.checkpoint, models) for record in records]
-        ids = sorted({c.id for name in names for c in named(name, listed)})
-        chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
-        n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
-        with progress("exporting", n_bytes) as update:
-            offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
+    records = offline.read_records(files)
+    models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
+    listed = [list_checkpoint(record.checkpoint, models) for record in records]
+    ids = sorted({c.id for name in names for c in named(name, listed)})
+    chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
+    n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
+    with progress("exporting", n_bytes) as update:
+        offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
     answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}")
 
@@ -377,7 +374,7 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     leave (2 GiB, on a small disk a twentieth). Import only files that you trust: llama-server reads states
     unchecked. Run import as the proxy's user, while no proxy runs on the directory.
     """
-    with opened(Path(settings.slot_save_path), may_be_new=True) as store:
+    with offline.open_offline(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:
             imported = offline.import_checkpoints(
                 store, file, lambda n: update(advance=n), may_be_other_model=other_model

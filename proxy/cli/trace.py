@@ -29,7 +29,6 @@ from proxy.cli.command import (
     file_option,
     json_option,
     table_of,
-    told_plainly,
     with_proxy,
     yes_option,
 )
@@ -63,8 +62,7 @@ def export(proxy: RunningProxy, file: Path) -> None:
     are all requests.
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
-    with told_plainly():
-        file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
+    file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
     tell(trace_in_words(_read(file)))
 
 
@@ -80,11 +78,10 @@ def show(file: Path) -> None:
 
 
 def _read(file: Path) -> list[TracedRequest]:
-    with told_plainly():
-        try:
-            read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
-        except ValueError:
-            fail(f"{file} is not what `trace export` writes")
+    try:
+        read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
+    except ValueError:
+        fail(f"{file} is not what `trace export` writes")
     return read or fail(f"there is no request in {file}")
 
 
@@ -271,8 +268,7 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: A
         "requests": [_figures(each) for each in last["requests"][::-1]],
         "metrics": dict(_METRIC.findall(proxy.text("/metrics"))),
     }
-    with told_plainly():
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     tell({**figures, "written": str(file)})
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from datetime import datetime
@@ -261,6 +263,18 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     assert told["slot_save_path"] == (str(tmp_path / "llama-prefix-cache"), "default")
     shown = CliRunner(env=environment).invoke(main, ["config", *flags]).output
     assert re.search(r"^log_level +error +environment *", shown, re.M)
+
+
+@pytest.mark.parametrize("switch", ["--json", ""])
+def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "proxy", "config", *switch.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (1, "llama-prefix-cache: no space left on device\n")
 
 
 def listing(*listed: ListedCheckpoint) -> str:
