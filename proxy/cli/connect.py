@@ -140,8 +140,8 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Merge the content into a file, after the user agreed to the difference."""
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
     try:
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = merged_text(path, before, content)
     except (ValueError, yaml.YAMLError):
         fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")

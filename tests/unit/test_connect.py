@@ -80,16 +80,17 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
         ("opencode", "a.json", "[1]"),
         ("codex", "a.toml", "model = 'mine'\n"),
         ("continue", "a.yaml", "models: ["),
+        ("continue", "a.yaml", "name: Gr\xfc\xdfe"),  # in Latin-1
     ],
 )
 def test_file_that_cannot_be_merged_is_left_alone(
     tmp_path: Path, name: str, file: str, before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / file
-    path.write_text(before)
+    path.write_text(before, encoding="latin-1")
     with pytest.raises(SystemExit):
         _write(path, content(name))
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="latin-1") == before and list(tmp_path.iterdir()) == [path]
     assert "by hand" in capsys.readouterr().err
 
 
