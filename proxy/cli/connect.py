@@ -127,7 +127,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
     """Return the text of a file with the content merged in; raises ValueError if that is impossible."""
     if path.suffix == ".toml":
         # At the top, where no table has begun. A name that is there already makes the text invalid.
-        rest = before.rpartition(f"{_MARK} ends\n")[2]
+        rest = re.sub(f"(?ms)^{_MARK}\n.*^{_MARK} ends\n", "", before)
         after = f"{_MARK}\n{written(path, content)}{_MARK} ends\n{rest}"
         tomllib.loads(after)
         return after

@@ -73,6 +73,14 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
         assert [model["name"] for model in read(after)["models"]] == ["mine", "llama-server"]
 
 
+def test_line_that_was_put_above_ours_stays() -> None:
+    path, added = Path("config.toml"), 'approval_policy = "never"\n'
+    first = merged_text(path, "[tui]\ntheme = 'dark'\n", content("codex"))
+    again = merged_text(path, added + first, {**content("codex"), "model": "another"})
+    assert again.endswith(added + "[tui]\ntheme = 'dark'\n")
+    assert tomllib.loads(again)["approval_policy"] == "never" and again.count("model =") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "file", "before"),
     [
