@@ -162,7 +162,7 @@ def _undo(path: Path) -> None:
     if after:
         _put(path, after)
     else:
-        path.unlink()
+        path.resolve().unlink()
     _backup(path).unlink()
 
 
@@ -172,7 +172,7 @@ def _backup(path: Path) -> Path:
 
 def _put(path: Path, text: str) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
-    part = path.with_name(f".{path.name}.new")
+    part = path.resolve().with_name(f".{path.name}.new")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)

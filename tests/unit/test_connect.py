@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -71,6 +72,18 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
         assert (word in before) <= (word in str(read(after)))
     if path.suffix == ".yaml":
         assert [model["name"] for model in read(after)["models"]] == ["mine", "llama-server"]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system")
+def test_link_to_a_file_on_another_file_system_stays_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "opencode.json"
+    with TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        path.symlink_to(Path(elsewhere, "mine.json"))
+        with connect.make_context("connect", ["opencode", "--yes"]):
+            _write(path, content("opencode"))
+            assert path.is_symlink() and "llamacpp" in Path(elsewhere, "mine.json").read_text()
+            _undo(path)
+        assert list(Path(elsewhere).iterdir()) == list(tmp_path.glob(".*")) == []
 
 
 def test_line_that_was_put_above_ours_stays() -> None:
