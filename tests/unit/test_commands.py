@@ -31,6 +31,7 @@ from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
+from proxy.explain.sketch import shortened
 from proxy.explain.views import (
     OWN_CLIENT,
     Explanation,
@@ -305,6 +306,16 @@ def test_header_that_was_not_looked_for_is_not_called_unknown(n_tokens: int, sai
         rf"^.── {said}, .* ago {{2}}{'7000' if n_tokens > 1 else ''}", listing(one), re.M
     )
     assert " 0000" not in listing(one)  # it names nothing
+
+
+def test_names_from_elsewhere_cannot_give_the_terminal_orders() -> None:
+    """A client names any model, and an imported file any client."""
+    order = "\x1b]0;gone\x07\x9b31m"
+    assert shortened(order, 40) == "�]0;gone��31m" and shortened(order, 5) == "�]0;…"
+    one = msgspec.structs.replace(LISTED[0], model=order, client=order, title=order)
+    assert not re.search(
+        r"[\x1b\x07\x9b]", listing(msgspec.structs.replace(one, n_header_tokens=9))
+    )
 
 
 def test_ls_fits_80_columns() -> None:
