@@ -316,7 +316,7 @@ def check(settings: Settings, fix: bool) -> None:
     ]
     looked_at = checkpoints_in_words(len(sizes), sum(sizes))
     n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-    total = Text(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
+    total = Text(f"{looked_at}: {n_problems}{', mended' if problems and is_mended else ''}")
     of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
     content = {**of_all, "problems": problems, "is_mended": is_mended}
     answer(content, Group(table_of(rows), total) if rows else total)
