@@ -130,14 +130,19 @@ def send_all(
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 
+    def when_due() -> Iterator[TracedRequest]:
+        for request in trace:
+            due = began + request.timestamp / 1000 / speed if speed else 0.0
+            # Here and not in the pool's threads, for which Ctrl-C would wait.
+            time.sleep(max(0.0, due - time.monotonic()))
+            yield request
+
     def send(request: TracedRequest) -> _Sent | None:
-        due = began + request.timestamp / 1000 / speed if speed else 0.0
-        time.sleep(max(0.0, due - time.monotonic()))
         text = words_for(request, text_of, words_per_token)
         return _send(server, model, text, request.output_length)
 
     with ThreadPoolExecutor(_N_AT_ONCE if speed else 1) as pool:
-        sent = [each for each in pool.map(send, trace) if each]
+        sent = [each for each in pool.map(send, when_due()) if each]
     n_prompt, n_reused = sum(n for n, _, _ in sent), sum(n for _, n, _ in sent)
     seconds = sorted(seconds for *_, seconds in sent) or [0.0]
     return {
