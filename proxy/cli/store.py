@@ -346,13 +346,15 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     records = offline.read_records(files)
     models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
     listed = [list_checkpoint(record.checkpoint, models) for record in records]
-    ids = sorted({c.id for name in names for c in named(name, listed)})
+    ids = {c.id for name in names for c in named(name, listed)}
     chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
-    n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
-    with progress("exporting", n_bytes) as update:
-        offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
-    content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}")
+    with progress("exporting", sum(r.checkpoint.size_bytes for r in chosen)) as update:
+        done = offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
+    n_bytes, n_gone = sum(r.checkpoint.size_bytes for r in done), len(chosen) - len(done)
+    ids = {f"{record.checkpoint.id:016x}" for record in done}
+    content = {"file": str(file), "exported": sorted(ids), "size_bytes": n_bytes}
+    gone = f"; {n_gone} were deleted meanwhile" if n_gone else ""
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}{gone}")
 
 
 @click.command("import")
