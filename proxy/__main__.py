@@ -7,6 +7,7 @@ import click
 
 from proxy import __version__
 from proxy.cli import connect, look, serve, store, trace
+from proxy.cli.command import Commands
 from proxy.llama.files import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 
@@ -26,7 +27,9 @@ def version_text() -> str:
     )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, message=version_text())
 def main() -> None:
     """A persistent, token-exact prefix cache in front of an unmodified llama-server."""

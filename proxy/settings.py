@@ -53,7 +53,8 @@ Switches = Annotated[str, _text("`safe`, `all`, `none` and names, separated by c
 Aliases = Annotated[str, _text("`name = name of llama-server`, separated by commas", _ALIASES)]
 SharedStoreText = Annotated[str, _text("URL, or `url = URL, key_file = FILE, ...`", _SHARED_STORE)]
 Bytes = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=604800)]
+"""At most a week: timers take no infinite time."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -129,7 +130,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Unless a file already covers what the slot holds.
     """
-    ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
+    ahead_seconds: Seconds = 20.0
     """How long the beginning of a next prompt may be evaluated while nothing runs; 0: never.
 
     If a template drops the reasoning of a turn, the next message then waits less.
@@ -192,7 +193,7 @@ SCHEMA: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Sett
 for _name, (_description, *_more) in docstrings_of_fields(Settings).items():
     SCHEMA[_name] |= {"description": _description, "more": " ".join(_more)}
 
-_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than"}
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most"}
 _KINDS = {"boolean": "true or false", "number": "number", "string": "text", "null": "nothing"}
 
 

@@ -146,6 +146,18 @@ def progress(what: str, total: int | None) -> Iterator[Any]:
         yield partial(bar.update, bar.add_task(what, total=total))
 
 
+class Commands(click.Group):
+    """Commands that exit with a plain message if their work on files fails."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # whoever reads the output has enough of it: click ends the command
+        except (StoreFault, OSError) as fault:
+            fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
+
+
 # Options.
 
 
@@ -387,7 +399,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
             click.echo(f"no proxy answers at {proxy.address}: this is {known} itself", err=True)
         elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
-        with opened(slot_save_path.expanduser()) as store:
+        with open_offline(slot_save_path.expanduser()) as store:
             command(DirectoryStore(store), **arguments)
 
     return run
@@ -416,25 +428,6 @@ def with_directory(command: Command, unset: Literal["known", "made"] = "known") 
         command(settings_of({"slot_save_path": slot_save_path}, config, unset), **arguments)
 
     return run
-
-
-@contextmanager
-def opened(
-    directory: Path, *, may_be_new: bool = False, mends_index: bool = False
-) -> Iterator[StoreDirectory]:
-    """Yield the store of a directory; exit with a plain message if the opening or the work fails."""
-    with told_plainly():
-        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
-            yield store
-
-
-@contextmanager
-def told_plainly() -> Iterator[None]:
-    """Exit with a plain message if the work on a directory fails."""
-    try:
-        yield
-    except (StoreFault, OSError) as fault:
-        fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
 
 def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:

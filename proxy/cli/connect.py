@@ -17,16 +17,7 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.command import (
-    Exit,
-    RunningProxy,
-    agree,
-    answer,
-    fail,
-    told_plainly,
-    with_proxy,
-    yes_option,
-)
+from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -136,7 +127,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
     """Return the text of a file with the content merged in; raises ValueError if that is impossible."""
     if path.suffix == ".toml":
         # At the top, where no table has begun. A name that is there already makes the text invalid.
-        rest = before.rpartition(f"{_MARK} ends\n")[2]
+        rest = re.sub(f"(?ms)^{_MARK}\n.*^{_MARK} ends\n", "", before)
         after = f"{_MARK}\n{written(path, content)}{_MARK} ends\n{rest}"
         tomllib.loads(after)
         return after
@@ -149,32 +140,30 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Merge the content into a file, after the user agreed to the difference."""
-    with told_plainly():
+    try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            after = merged_text(path, before, content)
-        except (ValueError, yaml.YAMLError):
-            fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
-        if before == after:
-            return
-        _agree(path, before, after)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not _backup(path).exists():
-            _put(_backup(path), before)
-        _put(path, after)
+        after = merged_text(path, before, content)
+    except (ValueError, yaml.YAMLError):
+        fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
+    if before == after:
+        return
+    _agree(path, before, after)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not _backup(path).exists():
+        _put(_backup(path), before)
+    _put(path, after)
 
 
 def _undo(path: Path) -> None:
-    with told_plainly():
-        if not _backup(path).exists():
-            fail(f"nothing to undo: there is no {_backup(path)}")
-        before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
-        _agree(path, before, after)
-        if after:
-            _put(path, after)
-        else:
-            path.unlink()
-        _backup(path).unlink()
+    if not _backup(path).exists():
+        fail(f"nothing to undo: there is no {_backup(path)}")
+    before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
+    _agree(path, before, after)
+    if after:
+        _put(path, after)
+    else:
+        path.resolve().unlink()
+    _backup(path).unlink()
 
 
 def _backup(path: Path) -> Path:
@@ -183,7 +172,7 @@ def _backup(path: Path) -> Path:
 
 def _put(path: Path, text: str) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
-    part = path.with_name(f".{path.name}.new")
+    part = path.resolve().with_name(f".{path.name}.new")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
         file.write(text)

@@ -250,7 +250,8 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     api_key = merged.get("upstream_api_key")
     api_key = launch.api_key if api_key is None else api_key
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not directory.exists():  # what is there may be a file: the settings say so
+            directory.mkdir(mode=0o700, parents=True)
         if launch.api_key_file and api_key is None:
             # One key on each line; # begins a comment.
             lines = Path(launch.api_key_file).read_text(errors="replace").splitlines()

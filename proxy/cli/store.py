@@ -22,10 +22,8 @@ from proxy.cli.command import (
     checkpoints_in_words,
     fail,
     file_option,
-    opened,
     progress,
     table_of,
-    told_plainly,
     with_directory,
     with_store,
     yes_option,
@@ -95,7 +93,8 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
             facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
             title = _title(level, group)
             title += "," if level else ""
-            node = tree.add(Text.assemble((title, "bold"), facts, (node_id[:_DIGITS], "dim")))
+            digits = node_id[:_DIGITS] if node_id.strip("0") else ""
+            node = tree.add(Text.assemble((title, "bold"), facts, (digits, "dim")))
         _grow(node, group, level + 1, n_shown)
     if left_out := [c for _, group in ordered[n_shown:] for c in group]:
         tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
@@ -108,7 +107,8 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
         return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
         if newest.n_header_tokens <= 1:  # the first token is that of every prompt
-            return "no header known"
+            # With one slot and full attention no header is looked for: nothing depends on it.
+            return "no header" if newest.n_header_tokens else "headers not told apart"
         return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
     words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
     return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"
@@ -298,7 +298,7 @@ def check(settings: Settings, fix: bool) -> None:
     lost.
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
-    with opened(Path(settings.slot_save_path), mends_index=fix) as store:
+    with offline.open_offline(Path(settings.slot_save_path), mends_index=fix) as store:
         sizes = [checkpoint.size_bytes for checkpoint in store.checkpoints()]
         with progress("reading", sum(sizes)) as update:
             problems = offline.examine(store, lambda n: update(advance=n))
@@ -316,7 +316,7 @@ def check(settings: Settings, fix: bool) -> None:
     ]
     looked_at = checkpoints_in_words(len(sizes), sum(sizes))
     n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-    total = Text(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
+    total = Text(f"{looked_at}: {n_problems}{', mended' if problems and is_mended else ''}")
     of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
     content = {**of_all, "problems": problems, "is_mended": is_mended}
     answer(content, Group(table_of(rows), total) if rows else total)
@@ -343,17 +343,18 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     proxy may be using the directory meanwhile.
     """
     files = StateFiles(Path(settings.slot_save_path))
-    with told_plainly():
-        records = offline.read_records(files)
-        models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
-        listed = [list_checkpoint(record.checkpoint, models) for record in records]
-        ids = sorted({c.id for name in names for c in named(name, listed)})
-        chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
-        n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
-        with progress("exporting", n_bytes) as update:
-            offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
-    content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}")
+    records = offline.read_records(files)
+    models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
+    listed = [list_checkpoint(record.checkpoint, models) for record in records]
+    ids = {c.id for name in names for c in named(name, listed)}
+    chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
+    with progress("exporting", sum(r.checkpoint.size_bytes for r in chosen)) as update:
+        done = offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
+    n_bytes, n_gone = sum(r.checkpoint.size_bytes for r in done), len(chosen) - len(done)
+    ids = {f"{record.checkpoint.id:016x}" for record in done}
+    content = {"file": str(file), "exported": sorted(ids), "size_bytes": n_bytes}
+    gone = f"; {n_gone} were deleted meanwhile" if n_gone else ""
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}{gone}")
 
 
 @click.command("import")
@@ -375,7 +376,7 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     leave (2 GiB, on a small disk a twentieth). Import only files that you trust: llama-server reads states
     unchecked. Run import as the proxy's user, while no proxy runs on the directory.
     """
-    with opened(Path(settings.slot_save_path), may_be_new=True) as store:
+    with offline.open_offline(Path(settings.slot_save_path), may_be_new=True) as store:
         with progress("importing", file.stat().st_size) as update:
             imported = offline.import_checkpoints(
                 store, file, lambda n: update(advance=n), may_be_other_model=other_model

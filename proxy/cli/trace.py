@@ -29,7 +29,6 @@ from proxy.cli.command import (
     file_option,
     json_option,
     table_of,
-    told_plainly,
     with_proxy,
     yes_option,
 )
@@ -63,8 +62,7 @@ def export(proxy: RunningProxy, file: Path) -> None:
     are all requests.
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
-    with told_plainly():
-        file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
+    file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
     tell(trace_in_words(_read(file)))
 
 
@@ -80,11 +78,10 @@ def show(file: Path) -> None:
 
 
 def _read(file: Path) -> list[TracedRequest]:
-    with told_plainly():
-        try:
-            read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
-        except ValueError:
-            fail(f"{file} is not what `trace export` writes")
+    try:
+        read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
+    except ValueError:
+        fail(f"{file} is not what `trace export` writes")
     return read or fail(f"there is no request in {file}")
 
 
@@ -133,14 +130,19 @@ def send_all(
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 
+    def when_due() -> Iterator[TracedRequest]:
+        for request in trace:
+            due = began + request.timestamp / 1000 / speed if speed else 0.0
+            # Here and not in the pool's threads, for which Ctrl-C would wait.
+            time.sleep(max(0.0, due - time.monotonic()))
+            yield request
+
     def send(request: TracedRequest) -> _Sent | None:
-        due = began + request.timestamp / 1000 / speed if speed else 0.0
-        time.sleep(max(0.0, due - time.monotonic()))
         text = words_for(request, text_of, words_per_token)
         return _send(server, model, text, request.output_length)
 
     with ThreadPoolExecutor(_N_AT_ONCE if speed else 1) as pool:
-        sent = [each for each in pool.map(send, trace) if each]
+        sent = [each for each in pool.map(send, when_due()) if each]
     n_prompt, n_reused = sum(n for n, _, _ in sent), sum(n for _, n, _ in sent)
     seconds = sorted(seconds for *_, seconds in sent) or [0.0]
     return {
@@ -271,8 +273,7 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: A
         "requests": [_figures(each) for each in last["requests"][::-1]],
         "metrics": dict(_METRIC.findall(proxy.text("/metrics"))),
     }
-    with told_plainly():
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     tell({**figures, "written": str(file)})
 
 

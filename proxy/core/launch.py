@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"
+_NAMES_A_MODEL = re.compile(r"--(model|hf-repo|docker-repo)|.*-default$")
 _OWN_CACHES = ("--cache-ram", "--cache-disk", "--radix-cache")
 
 N_CONTEXT_CHECKPOINTS = 8
@@ -117,6 +118,11 @@ def plan_launch(
         _add(launch, known, "--metrics")
     if model := given.get("--model"):
         launch.model_path = _absolute(model, working_directory)
+    elif "--models-dir" in known and not any(map(_NAMES_A_MODEL.match, given)):
+        launch.warnings.append(
+            "no -m FILE: llama-server is started as a router, of the models that it has downloaded; give a "
+            "model (-m, -hf), or a folder of models (--models-dir)"
+        )
     launch.says = _in_words(launch, given)
     return launch
 

@@ -343,7 +343,8 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
         f"{have}; none fits: they are of another model, another cache layout or other adapters. They take"
         " up the budget until newer checkpoints push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
-        f" each model a --slot-save-path of its own; to delete them, {_how_to_empty(setup)}",
+        " each model a --slot-save-path of its own; to delete them: llama-prefix-cache purge --everything"
+        f" --slot-save-path {setup.settings.slot_save_path}",
     )
 
 
@@ -353,11 +354,6 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
 def _share(path: str) -> str:
     """Return the command that lets two users share a directory."""
     return f"chgrp GROUP {path} && chmod 2770 {path}, with both users in GROUP"
-
-
-def _how_to_empty(setup: Setup) -> str:
-    path = setup.settings.slot_save_path
-    return f"stop the proxy and delete {path}/index and {path}/lpc-*.state"
 
 
 def _directory_findings(setup: Setup) -> Iterator[Finding]:
@@ -372,8 +368,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         cure = f"llama-prefix-cache check --fix --slot-save-path {path}; or start the proxy"
         yield limit("checkpoints", f"{setup.index_problem}.", cure)
     elif setup.index_problem:
-        here = f"run both as its owner; or start with an empty store: {_how_to_empty(setup)}"
-        yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, here)
+        yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, "run both as its owner")
     if setup.quarantined:
         yield degradation(_K.STATE_ENDED_SERVER, setup.quarantined)
     if setup.mode:

@@ -206,8 +206,9 @@ def said_in(fields: dict[str, Any]) -> str:
 
 
 def shortened(text: str, n_characters: int) -> str:
-    """Return a text, cut off if it is longer than *n_characters*."""
-    return text if len(text) <= n_characters else text[: n_characters - 1].rstrip() + "…"
+    """Return a text, cut off if it is longer than *n_characters*, without what a terminal obeys."""
+    shown = "".join(c if c.isprintable() else "�" for c in text[: n_characters + 1])
+    return shown if len(shown) <= n_characters else shown[: n_characters - 1].rstrip() + "…"
 
 
 def pieces_of(message: dict[str, Any]) -> Iterator[str]:

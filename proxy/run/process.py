@@ -242,7 +242,7 @@ async def keep_running(
         end, ready_seconds = await _outlast(process, is_ready, says_ready)
         has_been_ready = has_been_ready or ready_seconds is not None
         if not (restarts and has_been_ready):
-            return end
+            return end + "\n`run --restart` starts it again when it dies" * has_been_ready
         n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
         delay_seconds = restart_delay_seconds(n_failures)
         says = f"{end}\nIt is started again in {delay_seconds:.0f} s"

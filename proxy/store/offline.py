@@ -190,17 +190,24 @@ def read_records(files: StateFiles) -> list[Sidecar]:
 
 def export_checkpoints(
     files: StateFiles, records: Sequence[Sidecar], file: Path, note: Note
-) -> None:
+) -> list[Sidecar]:
     """Write checkpoints to *file*, which appears when it is whole; raises StoreFault or OSError.
 
-    An existing *file* is replaced, unless it is a file of the store or no regular file.
+    An existing *file* is replaced, unless it is a file of the store or no regular file. Returns what was
+    written: what a proxy deletes meanwhile is left out.
     """
     _require_replaceable(files, file)
+    written = list[Sidecar]()
     with replacing(file, file.with_name(f".export-{token_hex(8)}.part")) as output:
         with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for record in records:
-                _write(tar, files, record)
+                with suppress(FileNotFoundError):
+                    _write(tar, files, record)
+                    written.append(record)
                 note(record.checkpoint.size_bytes)
+        if not written:
+            raise StoreFault("their files are gone: run check")
+    return written
 
 
 def _require_replaceable(files: StateFiles, file: Path) -> None:
@@ -220,11 +227,11 @@ def _write(tar: tarfile.TarFile, files: StateFiles, sidecar: Sidecar) -> None:
     name = sidecar.checkpoint.file_name
     if sidecar.owner is None:
         raise StoreFault(f"the store does not know any more which model {name} is of")
-    if not files.is_intact(name, sidecar.checkpoint.content):
-        raise StoreFault(f"{files.path(name)} is not what was saved: run check")
     record = encode_sidecar(sidecar)
-    _add(tar, files.sidecar_name(name), io.BytesIO(record), len(record))
     with files.path(name).open("rb") as state:
+        if not files.is_intact(name, sidecar.checkpoint.content):
+            raise StoreFault(f"{files.path(name)} is not what was saved: run check")
+        _add(tar, files.sidecar_name(name), io.BytesIO(record), len(record))
         _add(tar, name, state, sidecar.checkpoint.size_bytes)
 
 

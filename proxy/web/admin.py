@@ -110,10 +110,11 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             raise _refused(web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
-        except web.HTTPNotFound as why:
-            if why.content_type == _JSON:
-                raise
-            raise _refused(type(why), "no such route") from why
+        except web.HTTPException as why:
+            if why.content_type != _JSON:
+                says = "no such route" if why.status == 404 else why.text
+                why.body, why.content_type = msgspec.json.encode({"error": says}), _JSON
+            raise
 
     return check
 

@@ -191,7 +191,7 @@ class LivePage:
         """Return the named file of the page, or the page itself."""
         path = _ASSETS / request.match_info.get("name", "index.html")
         if path not in _ASSETS.iterdir():
-            raise web.HTTPNotFound(text="the page has no such file")
+            raise web.HTTPNotFound
         return web.FileResponse(path, headers=_HEADERS)
 
     async def overview(self, request: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ class LivePage:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
         if self.n_readers >= MAX_READERS:
-            return web.Response(status=503, text="too many pages are open")
+            raise web.HTTPServiceUnavailable(text="too many pages are open")
         response = web.StreamResponse(headers=OF_EVENTS | {"Cache-Control": "no-store"})
         self.n_readers += 1
         try:

@@ -65,7 +65,9 @@ async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy
         url = rig.admin_url + "/events"
         readers = [await stack.enter_async_context(rig.client.get(url)) for _ in range(MAX_READERS)]
         async with rig.client.get(url) as reply:
-            assert reply.status == 503
+            assert reply.status == 503 and await reply.json() == {
+                "error": "too many pages are open"
+            }
         readers.pop().close()
         async with asyncio.timeout(HANG_SECONDS):
             while True:  # it makes room, once that is noticed

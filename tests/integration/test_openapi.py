@@ -32,6 +32,19 @@ async def test_every_route_is_in_the_document(start_rig: StartRig) -> None:
     assert told == {(path, method) for path, method in asked if path not in _FOR_THE_PAGE}
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/health", 405), ("GET", "/nothing", 404), ("GET", "/page/nothing.js", 404)],
+)
+async def test_refusal_of_any_kind_is_json(
+    start_rig: StartRig, method: str, path: str, status: int
+) -> None:
+    async with start_rig() as rig:
+        async with rig.client.request(method, rig.admin_url + path) as reply:
+            assert reply.status == status and (await reply.json())["error"]
+            assert "Allow" in reply.headers or status != 405
+
+
 class _Any:
     """Has every handler."""
 

@@ -293,7 +293,10 @@ async def test_checkpoints_are_told_from_those_of_another_model(
     assert "another cache layout" in other_layout.problems()["checkpoints"]
     problem = foreign.problems()["checkpoints"]
     assert "of another model" in problem
-    assert "a --slot-save-path of its own" in problem and f"delete {directory}/index" in problem
+    assert (
+        "a --slot-save-path of its own" in problem
+        and f"purge --everything --slot-save-path {directory}" in problem
+    )
 
 
 async def test_missing_swa_full_is_named_where_it_matters(

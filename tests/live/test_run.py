@@ -196,8 +196,9 @@ def test_llama_server_that_dies_ends_the_run_with_its_status(
     ask(run, "first")
     os.kill(child_of(run.pid), number)
     assert run.ended() == 70
-    *_, last = run.log_text().splitlines()
+    *_, last, hint = run.log_text().splitlines()
     assert f"llama-server died: killed by {number.name}" in last
+    assert hint == "`run --restart` starts it again when it dies"
 
 
 def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun) -> None:
@@ -318,6 +319,14 @@ def test_conflict_is_named_and_nothing_is_started(
     assert run.ended() == 2
     assert named in run.log_text()
     assert run.server_pids() == []
+
+
+def test_file_in_place_of_the_directory_is_named_as_one(new_run: StartRun, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = new_run(options=("--slot-save-path", str(tmp_path / "file")))
+    run.start()
+    assert run.ended() == 2
+    assert f"{tmp_path / 'file'} is not a directory" in run.log_text()
 
 
 def test_port_of_the_proxy_itself_is_refused(new_run: StartRun) -> None:

@@ -1,13 +1,27 @@
 """Traces without texts, and reports of a machine, on a real llama-server."""
 
+import asyncio
 import json
+import signal
+import sys
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
+import msgspec
+
+from proxy.explain.views import TracedRequest
 from tests.lab.conversation import agent_requests, system
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.conftest import ONE_KIND, StartRig
 from tests.live.test_commands import asked
 
+_INTERRUPTIBLE = """
+import signal
+from proxy.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's "&"
+main()
+"""
 HEADER = [system(1500)]
 CONVERSATIONS = [agent_requests(2, 2, header=HEADER, seed=1000 * n) for n in range(3)]
 
@@ -35,6 +49,30 @@ async def test_replayed_trace_is_reused_as_its_requests_were(
     assert replayed["failed"] == 0
     assert abs(replayed["prompt tokens"] / n_prompt - 1) < 0.05
     assert abs(replayed["share reused"] - n_reused / n_prompt) < 0.06
+
+
+async def test_ctrl_c_ends_a_replay_that_waits_for_its_next_request(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    rows = [TracedRequest(1000 * second, 600, 1, [1, 2]) for second in (0, 3600)]
+    file.write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    async with start_rig("full") as rig:
+
+        async def are_answered() -> bool:
+            async with rig.client.get(rig.admin_url + "/requests") as reply:
+                return len((await reply.json())["requests"]) == 2
+
+        words = ("trace", "replay", str(file), rig.base_url)
+        replay = await asyncio.create_subprocess_exec(sys.executable, "-c", _INTERRUPTIBLE, *words)
+        await until(are_answered)  # one that measures, and the first
+        replay.send_signal(signal.SIGINT)
+        try:
+            async with asyncio.timeout(HANG_SECONDS):
+                assert await replay.wait() == 1
+        finally:
+            with suppress(ProcessLookupError):
+                replay.kill()
 
 
 async def test_report_has_each_kind_of_request_and_no_path(

@@ -195,6 +195,16 @@ def test_checkpoints_arrive_in_a_new_directory_as_they_were(file: Path, tmp_path
     assert (again.entered, again.n_already_there, again.is_new_model) == ([], 2, False)
 
 
+def test_state_that_the_proxy_deletes_during_an_export_is_left_out(
+    directory: Path, tmp_path: Path
+) -> None:
+    files, file = StateFiles(directory), tmp_path / "file.lpc"
+    first, second = records = read_records(files)
+    gone = files.path(second.checkpoint.file_name)
+    written = export_checkpoints(files, records, file, lambda _: gone.unlink(missing_ok=True))
+    assert written == [first] and len(take(tmp_path / "second", file).entered) == 1
+
+
 async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path: Path) -> None:
     second = tmp_path / "second"
     second.mkdir()
@@ -343,7 +353,7 @@ def test_export_replaces_no_file_of_the_store_and_is_private(
     assert (target.stat().st_mode & 0o777, part.read_text()) == (0o600, "before")
     assert len(take(tmp_path / "second", target).entered) == 1
     store.files.path(chosen.file_name).unlink()
-    with pytest.raises(OSError, match=chosen.file_name):
+    with pytest.raises(StoreFault, match="are gone"):
         export_checkpoints(store.files, [first], tmp_path / "none", nothing)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"first", "second", "link", "pipe", "file", "file.part"}
@@ -393,6 +403,7 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     status, output = run(directory, "check")
     assert status == 1 and "is gone" in output
     assert run(directory, "check", "--fix")[0] == run(directory, "check")[0] == 0
+    assert run(directory, "check", "--fix")[1].rstrip().endswith(": no problems")
     with opened(directory):
         for held in (["ls"], ["check"], ["import", str(file)], ["purge", "--everything", "--yes"]):
             status, output = run(directory, *held)

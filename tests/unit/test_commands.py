@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from contextlib import redirect_stdout
 from datetime import datetime
@@ -29,6 +31,7 @@ from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
+from proxy.explain.sketch import shortened
 from proxy.explain.views import (
     OWN_CLIENT,
     Explanation,
@@ -263,6 +266,58 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     assert re.search(r"^log_level +error +environment *", shown, re.M)
 
 
+@pytest.mark.parametrize("switch", ["--json", ""])
+def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "proxy", "config", *switch.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, done.stderr) == (1, "llama-prefix-cache: no space left on device\n")
+
+
+def listing(*listed: ListedCheckpoint) -> str:
+    """Return what `ls` prints of these checkpoints."""
+
+    class Listing(DirectoryStore):
+        def __init__(self) -> None:
+            pass
+
+        def checkpoints(self) -> list[ListedCheckpoint]:
+            return list(listed)
+
+    printed = StringIO()
+    with redirect_stdout(printed):
+        assert ls.callback is not None
+        with ls.make_context("ls", []):
+            unwrap(ls.callback)(Listing(), None, False)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "said"), [(0, "headers not told apart"), (1, "no header"), (9, "header, 9 tokens")]
+)
+def test_header_that_was_not_looked_for_is_not_called_unknown(n_tokens: int, said: str) -> None:
+    parent = f"{NAMESPACE.hex()}/{0 if n_tokens < 2 else 7 << 60:016x}/{SESSION:016x}"
+    one = msgspec.structs.replace(LISTED[0], parent=parent, n_header_tokens=n_tokens)
+    assert re.search(
+        rf"^.── {said}, .* ago {{2}}{'7000' if n_tokens > 1 else ''}", listing(one), re.M
+    )
+    assert " 0000" not in listing(one)  # it names nothing
+
+
+def test_names_from_elsewhere_cannot_give_the_terminal_orders() -> None:
+    """A client names any model, and an imported file any client."""
+    order = "\x1b]0;gone\x07\x9b31m"
+    assert shortened(order, 40) == "�]0;gone��31m" and shortened(order, 5) == "�]0;…"
+    one = msgspec.structs.replace(LISTED[0], model=order, client=order, title=order)
+    assert not re.search(
+        r"[\x1b\x07\x9b]", listing(msgspec.structs.replace(one, n_header_tokens=9))
+    )
+
+
 def test_ls_fits_80_columns() -> None:
     """With large numbers, under another model's namespace."""
     kinds = [kind.value for kind in CheckpointKind]
@@ -276,19 +331,8 @@ def test_ls_fits_80_columns() -> None:
         for n, kind in enumerate(kinds, 1)
     ]  # fmt: skip
 
-    class Listing(DirectoryStore):
-        def __init__(self) -> None:
-            pass
-
-        def checkpoints(self) -> list[ListedCheckpoint]:
-            return listed
-
-    printed = StringIO()
-    with redirect_stdout(printed):
-        assert ls.callback is not None
-        with ls.make_context("ls", []):
-            unwrap(ls.callback)(Listing(), None, False)
-    lines = printed.getvalue().splitlines()
+    printed = listing(*listed)
+    lines = printed.splitlines()
     assert len(lines) == 1 + 1 + 2 + 4 + 4  # sum, model, headers, sessions, states: none is folded
     assert max(map(len, map(str.rstrip, lines))) <= 80
-    assert "worth 999 s" in printed.getvalue() and "pinned" in printed.getvalue()
+    assert "worth 999 s" in printed and "pinned" in printed

@@ -190,6 +190,8 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("idle_save_seconds: 0", "idle_save_seconds"),
         ("idle_save_seconds: .nan", "idle_save_seconds"),
         ("drain_seconds: -1", "drain_seconds"),
+        ("drain_seconds: .inf", "at most 604800"),
+        ("upstream_wait_seconds: .inf", "at most 604800"),
         ("log_level: loud", "log_level"),
         ("upstream: localhost:8080", "upstream"),
         ("upstream: ftp://localhost", "upstream"),

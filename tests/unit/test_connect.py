@@ -4,6 +4,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -73,6 +74,26 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
         assert [model["name"] for model in read(after)["models"]] == ["mine", "llama-server"]
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no second file system")
+def test_link_to_a_file_on_another_file_system_stays_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "opencode.json"
+    with TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        path.symlink_to(Path(elsewhere, "mine.json"))
+        with connect.make_context("connect", ["opencode", "--yes"]):
+            _write(path, content("opencode"))
+            assert path.is_symlink() and "llamacpp" in Path(elsewhere, "mine.json").read_text()
+            _undo(path)
+        assert list(Path(elsewhere).iterdir()) == list(tmp_path.glob(".*")) == []
+
+
+def test_line_that_was_put_above_ours_stays() -> None:
+    path, added = Path("config.toml"), 'approval_policy = "never"\n'
+    first = merged_text(path, "[tui]\ntheme = 'dark'\n", content("codex"))
+    again = merged_text(path, added + first, {**content("codex"), "model": "another"})
+    assert again.endswith(added + "[tui]\ntheme = 'dark'\n")
+    assert tomllib.loads(again)["approval_policy"] == "never" and again.count("model =") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "file", "before"),
     [
@@ -80,16 +101,17 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
         ("opencode", "a.json", "[1]"),
         ("codex", "a.toml", "model = 'mine'\n"),
         ("continue", "a.yaml", "models: ["),
+        ("continue", "a.yaml", "name: Gr\xfc\xdfe"),  # in Latin-1
     ],
 )
 def test_file_that_cannot_be_merged_is_left_alone(
     tmp_path: Path, name: str, file: str, before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / file
-    path.write_text(before)
+    path.write_text(before, encoding="latin-1")
     with pytest.raises(SystemExit):
         _write(path, content(name))
-    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="latin-1") == before and list(tmp_path.iterdir()) == [path]
     assert "by hand" in capsys.readouterr().err
 
 

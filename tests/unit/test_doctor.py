@@ -177,7 +177,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(LIMIT, "slot files", "Version 5", "newer llama-prefix-cache"),
         ),
         (server(save_seconds=109.0), *(LIMIT, "cost", "stops all slots for 109 s", "faster disk")),
-        (stored(3), *(LIMIT, "checkpoints", "they are of another model", "delete /states/index")),
+        (stored(3), *(LIMIT, "checkpoints", "they are of another model", "purge --everything")),
         (stored(3), *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa")),
         (
             directory(index_problem="it cannot be read"),
@@ -235,6 +235,7 @@ def test_problem_is_named_with_its_cure(
     (finding,) = problems(facts)
     assert (finding.severity, finding.topic) == (severity, topic)
     assert said in finding.text
+    assert ".state" not in finding.cure  # an index is made anew from the states, they from nothing
     assert cure in finding.cure
     assert exit_status(findings_of(alone(facts))) == severity
 

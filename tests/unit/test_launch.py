@@ -137,6 +137,25 @@ def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> N
     assert named in warning and made.conflicts == []
 
 
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        ({}, True),
+        ({"ctx_size": "4096"}, True),
+        ({"model": "a.gguf"}, False),
+        ({"hf_repo": "a/b"}, False),
+        ({"models_dir": "/models"}, False),
+        ({"gpt_oss_20b_default": "on"}, False),
+    ],
+)
+def test_plan_launch_without_a_model_says_that_it_is_a_router(
+    given: dict[str, str], is_told: bool
+) -> None:
+    told = launch(KNOWN | {"--models-dir"}, **given).warnings
+    assert ["started as a router" in warning for warning in told] == [True] * is_told
+    assert launch(**given).warnings == []  # of builds without a router
+
+
 def test_plan_launch_with_a_ram_cache_keeps_idle_slots_out_of_it() -> None:
     assert "--no-cache-idle-slots" in launch(cache_ram="512").added
     assert "--no-cache-idle-slots" not in launch(cache_ram="0").added
