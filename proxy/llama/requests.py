@@ -27,6 +27,7 @@ from proxy.core.messages import (
 )
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
+from proxy.errors import ProxyError
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 # llama-server's routes by their use of slots (tools/server/server.cpp). A route that is not listed here
@@ -42,6 +43,7 @@ _ROUTES = {
     Route.UNPINNED: "/embedding /embeddings /v1/embeddings /rerank /v1/rerank /reranking /v1/reranking "
     "/audio/transcriptions /v1/audio/transcriptions /v1/systemone",
 }
+_SALT = "cache_salt"
 UNLOAD_ONE = "/api/models/unload/"
 """llama-swap unloads the model whose name follows; all models if none does."""
 _BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths.split()}
@@ -182,6 +184,24 @@ def model_named(raw: bytes, body: GenerationBody | None) -> str:
         return body.named_model
     _, _, rest = raw.partition(b'name="model"') if raw.startswith(b"--") else (b"", b"", b"")
     return rest.partition(b"\r\n\r\n")[2].partition(b"\r\n")[0].decode(errors="replace")
+
+
+def without_salt(
+    raw: bytes, body: GenerationBody | None
+) -> tuple[bytes, GenerationBody | None, str]:
+    """Return a body, decoded too, without its `cache_salt`, and that salt, empty if there is none.
+
+    The name is vLLM's. Raises ProxyError, in vLLM's words, if the salt is no text.
+    """
+    if body is None and b'"cache_salt"' in raw and is_too_deep(raw):
+        raise ProxyError("a body with a cache_salt is nested too deeply", 400)
+    if body is None or _SALT not in body.fields:
+        return raw, body, ""
+    salt = body.fields.pop(_SALT)
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise ProxyError("cache_salt must be a non-empty string", 400)
+    raw = msgspec.json.encode(body.fields)
+    return raw, GenerationBody(raw, body.fields), salt or ""
 
 
 def is_too_deep(raw: bytes) -> bool:

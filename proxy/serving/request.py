@@ -13,7 +13,6 @@ from proxy.core.messages import Conversation, Kind, Route
 from proxy.core.model import Outcome, Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
-from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account
 from proxy.explain.sketch import words_of
@@ -22,14 +21,13 @@ from proxy.llama.client import LlamaServer
 from proxy.llama.requests import (
     GenerationBody,
     cache_wishes,
-    is_too_deep,
     model_named,
     only_to_warm,
     parse_body,
+    without_salt,
 )
 
 NO_STORE, NO_READ = "no_store", "no_read"
-_SALT = "cache_salt"
 _NOBODYS = Namespace(b"")
 
 
@@ -120,20 +118,10 @@ class Request:
     def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the client's body, which is decoded here and nowhere else; return this request.
 
-        `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError,
-        in vLLM's words, if the salt is no text.
+        A salt splits the tenant further. Raises as `without_salt`.
         """
-        body = parse_body(raw)
-        if body is None and b'"cache_salt"' in raw and is_too_deep(raw):
-            raise ProxyError("a body with a cache_salt is nested too deeply", 400)
-        if body is not None and _SALT in body.fields:
-            salt = body.fields.pop(_SALT)
-            if salt is not None and not (isinstance(salt, str) and salt):
-                raise ProxyError("cache_salt must be a non-empty string", 400)
-            raw = msgspec.json.encode(body.fields)
-            body = GenerationBody(raw, body.fields)
-            self.salt = salt or ""
-            self.tenant = salted_tenant(secret, self.tenant, salt) if salt else self.tenant
+        raw, body, self.salt = without_salt(raw, parse_body(raw))
+        self.tenant = salted_tenant(secret, self.tenant, self.salt) if self.salt else self.tenant
         if body and (warming := only_to_warm(self.route, body)):
             self.warms = "stream" if body.wants_stream else "whole"
             raw, body = warming, parse_body(warming)

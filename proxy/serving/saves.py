@@ -176,8 +176,8 @@ class SlotSaves:
         relatives = await asyncio.to_thread(list, store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
+        told = as_saved(content, namespace, state.tokens, state.restore_points)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
-            told = as_saved(content, namespace, state.tokens, state.restore_points)
             self._table.refine(slot_id, held, told)
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
@@ -192,7 +192,6 @@ class SlotSaves:
         checkpoint = await store.commit(new, state.tokens, saved.stamp)
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
-            told = as_saved(content, namespace, state.tokens, state.restore_points)
             self._table.refine(slot_id, held, replace(told, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
         self._table.refine(slot_id, now, also_saved(now, namespace, state.tokens, points))
