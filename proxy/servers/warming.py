@@ -116,7 +116,9 @@ class Warming:
             await self._pool.cache.read(process, request, may_extend=False)
             if (prompt := request.prompt) is None:
                 raise NotWarmed(f"this request is not cached: {request.why}")
-            wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
+            n_whole = prompt.cuts.message_end or prompt.n_tokens
+            # Where no header is known, all of it is to be kept.
+            wanted = (n_whole if is_whole else prompt.cuts.header or n_whole) - SLACK_TOKENS
             n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))
@@ -208,12 +210,6 @@ async def send_for_nobody(
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.timings())
-
-
-def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:
-    """Return how much of a prompt is to be kept; where no header is known that is all of it."""
-    n_whole = prompt.cuts.message_end or prompt.n_tokens
-    return n_whole if is_whole else prompt.cuts.header or n_whole
 
 
 def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:
