@@ -135,8 +135,7 @@ def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
     # Without a number, as in -np -1, llama-server chooses.
     n_slots = int(slots.value) if slots and slots.value.isdecimal() else int(slots is None)
     n_tokens = int(context.value) if context and context.value.isdecimal() else 0
-    each = 1 if _unified_by(given) else n_slots
-    launch.n_ctx = n_tokens // max(1, each)
+    launch.n_ctx = n_tokens // (1 if _unified_by(given) else max(1, n_slots))
     length = f"{launch.n_ctx:,} tokens" if launch.n_ctx else "the model's whole context"
     return f"{model}, {n_slots or 'some'} slot{'s' * (n_slots != 1)} of {length}"
 

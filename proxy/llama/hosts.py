@@ -92,7 +92,6 @@ class ModelHost:
 _LOOK_SECONDS = 0.05
 _BEGIN_SECONDS = 2.0
 """For so long after the call to load it, a model may still be listed as unloaded."""
-_UNLIMITED = 1 << 20
 _UNLOAD_SECONDS = 15.0
 """A router kills a model's process that has not ended within 10 s (--stop-timeout of a preset)."""
 
@@ -116,7 +115,7 @@ class Router(ModelHost):
             loaded=frozenset(name for name, state in states.items() if state == "loaded"),
             known=frozenset(listed),
             aliases={a: name for name, m in listed.items() for a in list_of(m.get("aliases"))},
-            n_at_most=_UNLIMITED if props.max_instances == 0 else props.max_instances,
+            n_at_most=len(listed) if props.max_instances == 0 else props.max_instances,
             by_hand=frozenset() if props.models_autoload else unloaded,
         )
 

@@ -7,8 +7,7 @@ mark is skipped, and a zero byte ends the text.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,11 +143,6 @@ class GenerationBody:
         return self.fields.get("stream") is True
 
     @property
-    def named_model(self) -> str:
-        """The client's name of the model; empty if there is none."""
-        return text_of(self.fields, "model")
-
-    @property
     def session(self) -> str:
         """The name of the session, for clients without a header for it; empty if there is none."""
         return next(filter(None, (text_of(self.fields, name) for name in _CACHE_KEYS)), "")
@@ -159,29 +153,21 @@ class GenerationBody:
         return f"{path} {last_role} {','.join(sorted(self.fields))}"
 
 
-@contextmanager
-def _less_deep() -> Iterator[None]:
-    """Let nothing be parsed that is nested too deeply to be written or compared further down the stack."""
-    limit = sys.getrecursionlimit()
+def parse_body(raw: bytes) -> GenerationBody | None:
+    """Return the parsed body, or None if it is not a JSON object, or too deep to be written again."""
+    text, limit = _text_read(raw), sys.getrecursionlimit()
     sys.setrecursionlimit(limit - _STACK_BELOW)
     try:
-        yield
+        fields = object_in(text)
     finally:
         sys.setrecursionlimit(limit)
-
-
-def parse_body(raw: bytes) -> GenerationBody | None:
-    """Return the parsed body, or None if it is not a JSON object."""
-    text = _text_read(raw)
-    with _less_deep():
-        fields = object_in(text)
     return None if fields is None else GenerationBody(text, fields)
 
 
 def model_named(raw: bytes, body: GenerationBody | None) -> str:
     """Return the model that a body names, parsed or a form; empty if it names none."""
     if body is not None:
-        return body.named_model
+        return text_of(body.fields, "model")
     _, _, rest = raw.partition(b'name="model"') if raw.startswith(b"--") else (b"", b"", b"")
     return rest.partition(b"\r\n\r\n")[2].partition(b"\r\n")[0].decode(errors="replace")
 
@@ -205,13 +191,11 @@ def without_salt(
 
 
 def is_too_deep(raw: bytes) -> bool:
-    """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
+    """Return whether a body that was not parsed is too deep for that; llama-server has no limit."""
     try:
-        with _less_deep():
-            msgspec.json.decode(_text_read(raw))
+        return isinstance(msgspec.json.decode(_text_read(raw)), dict)
     except (RecursionError, ValueError) as error:
         return isinstance(error, RecursionError)
-    return False
 
 
 def _text_read(raw: bytes) -> bytes:

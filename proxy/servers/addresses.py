@@ -115,10 +115,6 @@ class HostedModels(Watched):
     def loaded(self) -> frozenset[str]:
         return frozenset(m for m, s in self.servers.items() if s.phase is not Phase.UNLOADED)
 
-    @property
-    def processes(self) -> list[Process]:
-        return [process for server in self.servers.values() if (process := server.process)]
-
     async def watch(self) -> None:
         """Follow which models are loaded, until something else answers at the address."""
         while True:
@@ -176,7 +172,8 @@ class HostedModels(Watched):
             return found
         if await self.host.accepts(keys):
             # Only idle slots are saved: a mere name is no reason to wait for running requests.
-            await background.drain(self.processes, self._save_seconds)
+            processes = (process for s in self.servers.values() if (process := s.process))
+            await background.drain(processes, self._save_seconds)
             with suppress(UpstreamFault):  # the host may tell later
                 try:
                     found = await self.host.resolve(name)

@@ -116,7 +116,10 @@ class Warming:
             await self._pool.cache.read(process, request, may_extend=False)
             if (prompt := request.prompt) is None:
                 raise NotWarmed(f"this request is not cached: {request.why}")
-            if (wanted := _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS) <= 0:
+            n_whole = prompt.cuts.message_end or prompt.n_tokens
+            # Where no header is known, all of it is to be kept.
+            wanted = (n_whole if is_whole else prompt.cuts.header or n_whole) - SLACK_TOKENS
+            if wanted <= 0:
                 perhaps = "" if is_whole else ": give --whole to keep its messages, too"
                 raise NotWarmed(f"what is to be kept is too short{perhaps}")
             n_usable, checkpoint = _kept(process, prompt)
@@ -210,12 +213,6 @@ async def send_for_nobody(
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.timings())
-
-
-def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:
-    """Return how much of a prompt is to be kept; where no header is known that is all of it."""
-    n_whole = prompt.cuts.message_end or prompt.n_tokens
-    return n_whole if is_whole else prompt.cuts.header or n_whole
 
 
 def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:

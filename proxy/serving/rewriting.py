@@ -175,8 +175,7 @@ class Overflow:
 
         *read* reads the prompt of a shortened request.
         """
-        n_ctx, is_conversation = process.n_ctx, request.route in CONVERSATIONS
-        if not is_conversation or not request.body or not request.prompt:
+        if request.route not in CONVERSATIONS or not request.body or not request.prompt:
             return False
         n_room = self.n_room(process, request)
         if request.prompt.n_tokens <= n_room:
@@ -184,7 +183,7 @@ class Overflow:
         try:
             conversation = conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
-            places = places_to_cut(parts, step_of(n_ctx, n_room))
+            places = places_to_cut(parts, step_of(process.n_ctx, n_room))
             key = _conversation_key(request, request.body, process.upstream.target.model)
             return await self._shorten(request, read, places, key, n_room)
         except WillBeRefused:

@@ -98,8 +98,7 @@ class Front:
         if counts or (request.method == "POST" and self.pool.has_models):
             content = await self._read_body(request)
             headers.popall("Content-Length", None)
-            if may_load and not model:
-                model = model_named(content, parse_body(content))
+            model = model or (model_named(content, parse_body(content)) if may_load else "")
         keys = keys_of(request.headers)
         async with self.pool.passing(request.method, path, model, keys) as upstreams:
             for upstream in upstreams:

@@ -33,6 +33,7 @@ from proxy.llama.requests import (
     chat_reason,
     conversation_of,
     header_request,
+    model_named,
     parse_body,
     pin,
     taints_slot,
@@ -159,7 +160,7 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         body = parse_body(raw)
         if body is None:
             return
-        body.named_model, body.wants_stream, taints_slot(body)
+        model_named(raw, body), body.wants_stream, taints_slot(body)
         stabilize(route, body.fields, Memory(), _ALL)
         pin(body, 0)  # type: ignore[arg-type]
         with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to
