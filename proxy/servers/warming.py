@@ -118,10 +118,7 @@ class Warming:
             if (prompt := request.prompt) is None:
                 raise NotWarmed(f"this request is not cached: {request.why}")
             if (wanted := _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS) <= 0:
-                header = (
-                    "its tools and system prompt are too short; --whole keeps its messages, too"
-                )
-                raise NotWarmed("it is too short to keep" if is_whole else header)
+                raise NotWarmed("too short: without --whole, only tools and system prompt are kept")
             n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))
