@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
+from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
 from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import (
     ADMIN_TOKEN,
@@ -77,20 +77,17 @@ def settings_of(
     config: Path | None,
     directory: Literal["given", "known", "made", "any"] = "given",
 ) -> Settings:
-    """Return the settings of flags, environment and file; exits if one is wrong.
+    """Return the settings of flags, environment and file; raises SettingsError or OSError.
 
     *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
     directory if it exists; "made" makes it; "any" takes it even if it does not exist.
     """
-    try:
-        merged = merge_settings(flags, os.environ, config)
-        if directory == "made" and "slot_save_path" not in merged:
-            default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory == "any" or (directory != "given" and default_directory().is_dir()):
-            merged.setdefault("slot_save_path", str(default_directory()))
-        return complete_settings(merged, needs_directory=directory != "any")
-    except (SettingsError, OSError) as error:
-        fail(error, Exit.USAGE)
+    merged = merge_settings(flags, os.environ, config)
+    if directory == "made" and "slot_save_path" not in merged:
+        default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory == "any" or (directory != "given" and default_directory().is_dir()):
+        merged.setdefault("slot_save_path", str(default_directory()))
+    return complete_settings(merged, needs_directory=directory != "any")
 
 
 # The output of commands: tables for people, JSON for programs.
@@ -147,14 +144,16 @@ def progress(what: str, total: int | None) -> Iterator[Any]:
 
 
 class Commands(click.Group):
-    """Commands that exit with a plain message if their work on files fails."""
+    """Commands that exit with a plain message if a setting is wrong, or their work on files fails."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever reads the output has enough of it: click ends the command
-        except (StoreFault, OSError) as fault:
+        except SettingsError as error:
+            fail(error, Exit.USAGE)
+        except (CacheFault, OSError) as fault:
             fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
 
@@ -326,11 +325,8 @@ class RunningProxy:
 
 
 def proxy_of(settings: Settings) -> RunningProxy:
-    """Return the proxy at the address `admin`; exits if its token cannot be read."""
-    try:
-        return RunningProxy(reachable(settings.admin), token_to_show(settings))
-    except SettingsError as error:
-        fail(error, Exit.USAGE)
+    """Return the proxy at the address `admin`; raises SettingsError if its token cannot be read."""
+    return RunningProxy(reachable(settings.admin), token_to_show(settings))
 
 
 def _complaint(body: bytes) -> str:

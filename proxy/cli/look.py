@@ -38,7 +38,6 @@ from proxy.cli.command import (
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
-from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
@@ -298,14 +297,11 @@ def _tell_shares(settings: Settings) -> None:
     """Print the states of each host in the shared store, and why some hosts do not share."""
     from proxy.shared.bucket import survey
 
-    try:
-        if not settings.shared_store and (proxy := proxy_of(settings)).is_there():
-            told = proxy.told().get("shared_store", "")
-            settings = msgspec.structs.replace(settings, shared_store=told)
-        is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
-        shares = asyncio.run(survey(*(open_bucket(settings) or fail(is_unset))))
-    except (SettingsError, SharedStoreFault) as error:
-        fail(str(error))
+    if not settings.shared_store and (proxy := proxy_of(settings)).is_there():
+        told = proxy.told().get("shared_store", "")
+        settings = msgspec.structs.replace(settings, shared_store=told)
+    is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
+    shares = asyncio.run(survey(*(open_bucket(settings) or fail(is_unset))))
     now = time.time()
     rows = [
         (
@@ -332,8 +328,6 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
 
     try:
         return asyncio.run(run())
-    except SettingsError as error:
-        fail(error, Exit.USAGE)
     except (KeyboardInterrupt, asyncio.CancelledError):
         fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
 

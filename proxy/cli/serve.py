@@ -77,8 +77,6 @@ def _serve(
     """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
     try:
         return uvloop.run(_serve_until_told(settings, run_server, launch), loop_factory=EventLoop)
-    except SettingsError as error:
-        fail(error, Exit.USAGE)
     except (StoreLocked, OSError) as error:
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
             if isinstance(error, OSError) and error.filename == address:
@@ -194,8 +192,8 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             fail("\n  ".join(told), Exit.USAGE)
         settings = _settings(merged, launch)
         free_port(launch.host, launch.port)
-    except (SettingsError, OSError) as error:
-        fail(error, Exit.USAGE if isinstance(error, SettingsError) else Exit.UNAVAILABLE)
+    except OSError as error:
+        fail(error, Exit.UNAVAILABLE)
 
     async def run_server(is_ready: IsReady) -> str:
         _tell(launch, is_upstream_given="upstream" in merged)

@@ -119,10 +119,7 @@ def plan_launch(
     if model := given.get("--model"):
         launch.model_path = _absolute(model, working_directory)
     elif "--models-dir" in known and not any(map(_NAMES_A_MODEL.match, given)):
-        launch.warnings.append(
-            "no -m FILE: llama-server is started as a router, of the models that it has downloaded; give a "
-            "model (-m, -hf), or a folder of models (--models-dir)"
-        )
+        launch.warnings.append("no model is given (-m FILE): llama-server starts as a router")
     launch.says = _in_words(launch, given)
     return launch
 

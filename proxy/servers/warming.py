@@ -120,8 +120,7 @@ class Warming:
             # Where no header is known, all of it is to be kept.
             wanted = (n_whole if is_whole else prompt.cuts.header or n_whole) - SLACK_TOKENS
             if wanted <= 0:
-                perhaps = "" if is_whole else ": give --whole to keep its messages, too"
-                raise NotWarmed(f"what is to be kept is too short{perhaps}")
+                raise NotWarmed("too short: without --whole, only tools and system prompt are kept")
             n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))

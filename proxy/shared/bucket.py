@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,15 @@ class Bucket:
             while (chunk := await self._next(anext(stream), stall_seconds)) is not None:
                 yield bytes(chunk)
 
-    async def write(self, name: str, data: Iterable[bytes], size_bytes: int) -> None:
+    async def write(
+        self, name: str, data: Iterable[bytes], size_bytes: int, bytes_per_second: float = inf
+    ) -> None:
         """Store an object; *data* of about *size_bytes* is drawn in another thread, as it is sent."""
-        seconds = 3 * _RETRY_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
-        is_small = size_bytes <= _PART_BYTES
-        content = await asyncio.to_thread(b"".join, data) if is_small else _drawn(iter(data))
+        least_seconds, is_small = size_bytes / bytes_per_second, size_bytes <= _PART_BYTES
+        seconds = least_seconds + 3 * _RETRY_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
+        await asyncio.sleep(least_seconds if is_small else 0.0)
+        drawn = _drawn(iter(data), bytes_per_second)
+        content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
             put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
             await _within(seconds, put)
@@ -177,9 +182,10 @@ def _whole_page(listing: Any) -> "asyncio.Future[Any]":
     return asyncio.shield(page)
 
 
-async def _drawn(data: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _drawn(data: Iterator[bytes], bytes_per_second: float) -> AsyncIterator[bytes]:
     while chunk := await asyncio.to_thread(next, data, b""):
         yield chunk
+        await asyncio.sleep(len(chunk) / bytes_per_second)
 
 
 def _told(error: BaseException) -> str:

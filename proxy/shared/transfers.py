@@ -9,11 +9,12 @@ again from its beginning under a new name.
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
@@ -327,9 +328,9 @@ class Uploads:
         try:
             # Its removal meanwhile does no harm: an open file stays.
             with self._store.files.path(checkpoint.file_name).open("rb") as file:
-                data = self._paced(iter(partial(file.read, READ_BYTES), b""))
-                sealed = remote.sealing.seal(name, data)
-                await remote.bucket.write(name, sealed, checkpoint.size_bytes)
+                sealed = remote.sealing.seal(name, iter(partial(file.read, READ_BYTES), b""))
+                pace = self._limits.upload_bytes_per_second or inf
+                await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
         except OSError as error:
             self._remote.log.info("a state is not there to be uploaded", why=in_words(error))
             return
@@ -348,10 +349,3 @@ class Uploads:
         await self._store.update(self._store.change(checkpoint.id, shared_id=shared_id))
         if self._uploading != checkpoint.id:
             self._outdated.append(entry[0])
-
-    def _paced(self, data: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield *data* no faster than the limit allows; for a thread."""
-        for chunk in data:
-            if limit := self._limits.upload_bytes_per_second:
-                time.sleep(len(chunk) / limit)
-            yield chunk

@@ -210,4 +210,4 @@ async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(
         alone = [{"role": "user", "content": "Tell me a long story. " * 40}]
         await rig.post(CHAT, {"messages": alone, "max_tokens": 2}, headers=ann)
         status, output = await command(*warm)
-        assert status == 1 and "too short: give --whole" in output
+        assert status == 1 and "too short: without --whole" in output

@@ -438,6 +438,33 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
         assert a.sample("shared_states_total", direction="up") == 0
 
 
+@pytest.mark.parametrize("part_bytes", [1 << 10, 8 << 20])
+async def test_upload_that_is_slow_for_a_limit_is_not_taken_for_hung(
+    start: Start, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Whether it is sent in one piece or in several."""
+    monkeypatch.setattr(shared_bucket, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(transfers, "READ_BYTES", 4 << 10)
+    async with start("a") as a:
+        size_bytes = (await a.save(run_of(3000))).size_bytes
+    monkeypatch.setattr(shared_bucket, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(shared_bucket, "_LEAST_BYTES_PER_SECOND", 1 << 40)
+    async with start("b", limits=SharedLimits(upload_bytes_per_second=size_bytes)) as b:
+        began = time.monotonic()
+        await b.save(run_of(3000, start=10_000))
+        assert time.monotonic() - began > 0.9
+        assert b.sample("shared_faults_total", operation="upload") == 0
+
+
+async def test_stop_does_not_wait_for_what_a_limit_holds_back(start: Start) -> None:
+    async with start("a", limits=SharedLimits(upload_bytes_per_second=1 << 10)) as a:
+        saved = await a.commit(run_of(3000))
+        await until(lambda: a.tier.uploads._uploading == saved.id)
+    began = time.monotonic()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert time.monotonic() - began < saved.size_bytes / (2 << 10)
+
+
 async def test_state_stays_there_while_the_budget_has_no_room_for_what_replaces_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,6 +278,14 @@ def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
     assert (done.returncode, done.stderr) == (1, "llama-prefix-cache: no space left on device\n")
 
 
+def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Path) -> None:
+    wrong = f"url=file://{tmp_path},key_file={tmp_path}/none"
+    for command in ("doctor", "--shared"), ("serve",):
+        where = ("--slot-save-path", str(tmp_path), "--shared-store", wrong)
+        done = CliRunner().invoke(main, [*command, *where])
+        assert (done.exit_code, "key_file" in done.output) == (2, True)
+
+
 def listing(*listed: ListedCheckpoint) -> str:
     """Return what `ls` prints of these checkpoints."""
 

@@ -152,7 +152,7 @@ def test_plan_launch_without_a_model_says_that_it_is_a_router(
     given: dict[str, str], is_told: bool
 ) -> None:
     told = launch(KNOWN | {"--models-dir"}, **given).warnings
-    assert ["started as a router" in warning for warning in told] == [True] * is_told
+    assert ["starts as a router" in warning for warning in told] == [True] * is_told
     assert launch(**given).warnings == []  # of builds without a router
 
 
