@@ -100,8 +100,10 @@ def _transfer(bytes_per_second: float) -> Transfer:
 
 
 _DEFAULT_TOKEN = UnitCost(1 / 500)
-_UnitCosts = Annotated[tuple[UnitCost, ...], Meta(min_length=len(POSITIONS))]
-"""One for each of POSITIONS: a store may hold the rates of a version that had fewer."""
+_UnitCosts = Annotated[
+    tuple[UnitCost, ...], Meta(min_length=len(POSITIONS), max_length=len(POSITIONS))
+]
+"""One for each of POSITIONS: a store may hold the rates of a version that had other ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,10 @@ def test_rates_survive_being_written_down(rates: Rates) -> None:
 
 def test_rates_written_down_for_other_positions_are_not_read() -> None:
     written = msgspec.to_builtins(Rates())
-    written["tokens"] = written["tokens"][:-1]
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(written, Rates)
+    one_less, last = written["tokens"][:-1], written["tokens"][-1]
+    for tokens in (one_less, [*one_less, last, last]):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert({**written, "tokens": tokens}, Rates)
 
 
 def test_evaluation_rates_are_learned_for_each_stretch_of_positions() -> None:
