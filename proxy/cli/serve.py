@@ -26,6 +26,7 @@ from proxy.core.launch import (
     Launch,
     known_names,
     let_presets_win,
+    narrow_batches,
     parse_help,
     plan_launch,
     read_given,
@@ -34,6 +35,7 @@ from proxy.core.launch import (
 from proxy.core.rates import seconds_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
+from proxy.llama.files import names_window
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     IsReady,
@@ -169,8 +171,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
     COMMAND gets the flags that it lacks: --slot-save-path, a free --port, -np 1, --cache-ram 0,
-    --ctx-checkpoints 8 and --metrics, as far as the build knows them. Your own flags are kept. If a flag
-    of yours makes caching impossible, `run` names the flag and starts nothing.
+    --ctx-checkpoints 8 and --metrics, and for a model with a sliding window -b as small as -ub, as far as
+    the build knows them. Your own flags are kept. If a flag of yours makes caching impossible, `run` names
+    the flag and starts nothing.
 
     States are kept in --slot-save-path, llama-server's or this command's; without either, in
     ~/.cache/llama-prefix-cache.
@@ -237,6 +240,8 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
+    if names_window(Path(launch.model_path)):
+        narrow_batches(launch, given, known_names(options))
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))
     return launch

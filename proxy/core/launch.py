@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from proxy.core.slots import UBATCH_TOKENS
+
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"
 _NAMES_A_MODEL = re.compile(r"--(model|hf-repo|docker-repo)|.*-default$")
@@ -229,6 +231,23 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
         if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
             launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS
             return
+
+
+def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    """Let llama-server evaluate one physical batch at a time, for a model with a sliding window.
+
+    With several, it sometimes drops cells of the window that the first still needs, and answers wrongly
+    (docs/upstream/window_purged_too_early.py).
+    """
+    physical = given.get("--ubatch-size")
+    size = physical.value if physical else str(UBATCH_TOKENS)
+    if "--batch-size" not in given:
+        _add(launch, known, "-b", size)
+    elif given["--batch-size"].value != size:
+        launch.warnings.append(
+            f"{given['--batch-size']}: this model has a sliding window, and answers are sometimes wrong"
+            f" unless -b is as small as -ub: -b {size}"
+        )
 
 
 def restart_delay_seconds(n_failures: int) -> float:

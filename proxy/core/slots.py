@@ -317,8 +317,8 @@ def must_be_erased(
 
 
 UBATCH_TOKENS = 512
-"""llama-server makes a context checkpoint this many tokens before the one near a prompt's end: one batch
-(--ubatch-size by default)."""
+"""llama-server's default --ubatch-size, a physical batch: on a GPU fewer tokens take nearly as long. It
+makes a context checkpoint this many tokens before the one near a prompt's end."""
 
 CHECKPOINTS_PER_REQUEST = 3
 """llama-server adds at most this many context checkpoints for one request, and drops the oldest ones for

@@ -308,7 +308,12 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
     if version in SUPPORTED_VERSIONS:
         kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
         drafts = " Saved with the draft state of speculative decoding." * facts.has_drafting
-        yield ok("slot files", f"Version {version}; memory: {kinds}.{drafts}")
+        # Models with a sliding window have two attention caches.
+        is_windowed = facts.section_kinds.count("attention") >= 2
+        batches = (
+            " Start it with -b as small as -ub, 512: else some answers are wrong." * is_windowed
+        )
+        yield ok("slot files", f"Version {version}; memory: {kinds}.{drafts}{batches}")
     else:
         text = f"Version {version} is not known here: states are restored at their end only."
         cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."
@@ -318,7 +323,6 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         if n_least := facts.rule.end_holds_from:
             text += f" A state under {n_least:,} tokens cannot be continued at its end."
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
-        # Models with a sliding window have two attention caches.
         cure += "; or with --swa-full" * (facts.section_kinds.count("attention") >= 2)
         yield fine_unless(facts.rule.kind is RuleKind.END_ONLY, "memory rule", text, cure)
     if facts.state_bytes:

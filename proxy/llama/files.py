@@ -390,6 +390,13 @@ def fingerprint_model(path: Path) -> str | None:
     return digest.hexdigest()
 
 
+def names_window(path: Path) -> bool:
+    """Return whether the model at *path* has a sliding window, as far as its first MiB tells."""
+    with suppress(OSError), path.open("rb") as file:
+        return b".attention.sliding_window" in file.read(1 << 20)
+    return False
+
+
 def _parts(path: Path) -> list[Path]:
     match = _SPLIT_NAME.search(path.name)
     if not match:

@@ -1,4 +1,4 @@
-"""Changes of a saved state file: context checkpoints taken out or added, sliding windows repaired."""
+"""Changes of a saved state file: context checkpoints removed or added, windows put in order or repaired."""
 
 import shutil
 import struct
@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
@@ -21,7 +21,6 @@ from proxy.llama.files import (
     ContextCheckpoint,
     FoundSection,
     Reader,
-    Section,
     StateFile,
     read_sections,
     read_state,
@@ -124,7 +123,7 @@ def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
     # Tokens do not tell which images a prompt has.
     if donors_state.n_media or state.n_media or donors_state.tokens[:n] != state.tokens[:n]:
         return False
-    layout = _layout(file, point, donors_state.version)
+    layout = tuple(found.section for found in _sections(file, point, donors_state.version))
     is_same_memory = donors_state.layout == state.layout and bool(layout)
     if not is_same_memory or (state.layout or ())[-len(layout) :] != layout:
         return False
@@ -133,7 +132,7 @@ def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
     return [*map(bool, point.state_bytes[1:])] == [*map(bool, last[1:])]
 
 
-def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Section, ...]:
+def _sections(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[FoundSection, ...]:
     """Return the sections of a context checkpoint; none if they are not understood.
 
     They are the last sections of its state: a window, a recurrent state, or both.
@@ -147,8 +146,7 @@ def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Sec
     except StateFileMalformed:
         return ()
     is_state = magic == _SEQUENCE_STATE_MAGIC and reader.position == reader.size_bytes
-    is_filled = all(found.n_cells for found in sections)
-    return tuple(found.section for found in sections) if is_state and is_filled else ()
+    return sections if is_state and all(found.n_cells for found in sections) else ()
 
 
 def _rewrite(
@@ -184,6 +182,69 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
         is_as_saved = xxhash.xxh3_128_digest(piece) == part.digest
         require(is_as_saved, f"{source.name} is not what was saved")
         target.write(piece)
+
+
+# The order of cells in a window. A window is a ring. llama-server saves its cells as they lie there,
+# mostly with the newest first, and restores them so. While it then looks for cells for several batches, it
+# drops all positions below the cells that it means to overwrite, also those that the first batch still
+# needs (llama-kv-cache.cpp, `prepare` and `apply_ubatch`; llama.cpp#25297): answers are wrong from there
+# on. In the order of their positions no cell is dropped too early.
+
+
+def has_window(state: StateFile) -> bool:
+    """Return whether a state has a sliding window: a second attention section."""
+    return [s.kind for s in state.layout or ()][:2] == ["attention"] * 2
+
+
+def order_windows(path: Path, state: StateFile) -> bool:
+    """Put the cells of all windows of a state file, in context checkpoints too, in order of position.
+
+    Returns whether the file changed; its parts keep their places and lengths. Raises OSError if it cannot
+    be read or written; the file is then garbage.
+    """
+    if not has_window(state):
+        return False
+    with path.open("r+b") as file:
+        found = [*(state.sections or ())[1:2]]
+        for point in state.context_checkpoints:
+            found += _sections(file, point, state.version)
+        windows = [f for f in found if f.section.kind == "attention" and f.n_cells]
+        return any([_put_in_order(file, window) for window in windows])
+
+
+def _put_in_order(file: BinaryIO, window: FoundSection) -> bool:
+    file.seek(window.offset)
+    cells = array("i", file.read(window.n_cells * window.cell_bytes))
+    positions = cells[:: window.cell_bytes // 4]
+    steps = (i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1)
+    runs = [slice(*bounds) for bounds in pairwise([0, *steps, window.n_cells])]
+    ordered = sorted(runs, key=lambda run: positions[run])
+    if ordered == runs:
+        return False
+    _move(file, window.offset, ordered, 1, window.n_cells, window.cell_bytes)
+    section = window.section
+    offset = window.end + 8 + 4 * len(section.rotations)  # behind is_v_transposed and n_layers
+    for index, (_, row_bytes) in enumerate(section.rows):
+        file.seek(offset)
+        _, element_bytes, n_strips = struct.unpack("<iII", file.read(12))
+        if not section.is_v_transposed or index < section.n_layers:
+            element_bytes, n_strips = row_bytes, 1
+        _move(file, offset + 12, ordered, n_strips, window.n_cells, element_bytes)
+        offset += 12 + window.n_cells * row_bytes
+    return True
+
+
+def _move(
+    file: BinaryIO, offset: int, runs: Sequence[slice], n_strips: int, n_cells: int, cell_bytes: int
+) -> None:
+    """Write the cells of each strip at *offset* in the order of *runs*."""
+    file.seek(offset)
+    strip_bytes = n_cells * cell_bytes
+    strips = [file.read(strip_bytes) for _ in range(n_strips)]
+    file.seek(offset)
+    for strip in strips:
+        for run in runs:
+            file.write(strip[run.start * cell_bytes : run.stop * cell_bytes])
 
 
 # The repair of sliding-window states that a build saves but does not continue. llama-server saves only the

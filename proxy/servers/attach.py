@@ -40,6 +40,7 @@ from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, Upstre
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.files import StateFile, fingerprint_model, read_state_file
+from proxy.llama.state_edits import has_window
 from proxy.log import get_logger
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
@@ -255,7 +256,9 @@ def _static(identity: Identity, state: StateFile) -> str:
     after such a restore lacks one. The length of the draft state stands for its form.
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
-    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting])
+    # States from before windows were put in order can answer wrongly: they must not be found.
+    ordered = ("in order",) if has_window(state) else ()
+    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 
 

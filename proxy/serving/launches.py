@@ -7,7 +7,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import Empty, SlotPhase, SlotTable
+from proxy.core.slots import UBATCH_TOKENS, Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
@@ -28,8 +28,6 @@ LastTasks = dict[SlotId, int]
 _SHORT_LOOK_SECONDS = 0.02
 _BATCH_TOKENS = 2048
 """llama-server's default --batch-size: as many tokens of all prompts are evaluated at once."""
-_UBATCH_TOKENS = 512
-"""llama-server's default --ubatch-size: on a GPU fewer tokens take nearly as long as these."""
 _MOST_TIMES = 1.5
 """How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
 prompt is evaluated."""
@@ -137,7 +135,7 @@ class Launches:
 
             async def wait() -> None:
                 others = {} if self._process.clears_idle_slots else self._evaluations
-                least, most = _UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
+                least, most = UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
                 before = [over for over, n in others.items() if least < n <= most]
                 mine = asyncio.ensure_future(_over(before, answering, _MOST_TIMES * seconds))
                 self._evaluations[mine] = n_tokens

@@ -51,6 +51,7 @@ from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import (
     NEEDED_BY_VERSIONS,
     Source,
+    order_windows,
     repair_window,
     select_context_checkpoints,
 )
@@ -268,9 +269,11 @@ class Room:
             if stamp[1] != reply.n_written:
                 raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
+            is_changed = files.edit(name, lambda path: order_windows(path, state))
             if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
-                if files.edit(name, repair_window):
-                    stamp, state = files.stamp(name), read_state_file(path)
+                is_changed |= files.edit(name, repair_window)
+            if is_changed:
+                stamp, state = files.stamp(name), read_state_file(path)
             parts = files.parts(name, state.part_sizes)
         except FileNotFoundError as error:
             detail = f"nothing came to {path.parent}"

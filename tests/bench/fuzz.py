@@ -38,7 +38,7 @@ from proxy.llama.requests import (
     pin,
     taints_slot,
 )
-from proxy.llama.state_edits import Source, repair_window, select_context_checkpoints
+from proxy.llama.state_edits import Source, order_windows, repair_window, select_context_checkpoints
 from proxy.serving.prompts import last_user_index
 from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize
@@ -212,7 +212,7 @@ def _read_state(path: Path) -> Callable[[bytes], object]:
 
 
 def _edit(folder: Path) -> Callable[[bytes], object]:
-    """Return a function that repairs and thins a state file, as a save does."""
+    """Return a function that orders, repairs and thins a state file, as a save does."""
     path, donor = folder / "state", folder / "donor"
     donor.write_bytes(state_file(words(TOKENS), *COMPOSITIONS["hybrid"], version=4))
     whole = (FilePart(donor.stat().st_size, b""),)
@@ -220,6 +220,7 @@ def _edit(folder: Path) -> Callable[[bytes], object]:
     def edit(data: bytes) -> None:
         path.write_bytes(data)
         with suppress(StateFileMalformed):
+            order_windows(path, read_state_file(path))
             repair_window(path)
         source = Source(path, (FilePart(path.stat().st_size, b""),))
         select_context_checkpoints(source, {2, 3}, {4: Source(donor, whole)})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -23,6 +24,7 @@ from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
 from tests.live.conftest import ONE_KIND
+from tests.live.test_window_repair import LOGPROB_BAR, distance
 
 N_BEFORE = 3
 AT_DEFAULT = {"LLAMA_PREFIX_CACHE_LOG_LEVEL": "info"}
@@ -76,6 +78,23 @@ def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
     log = run.log_text()
     assert "-np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics" in log
     assert "llama_server: listening on" in log  # llama-server's own
+
+
+def test_prompt_that_goes_back_inside_a_sliding_window_is_answered_as_alone(
+    new_run: StartRun,
+) -> None:
+    """With llama-server's default -b it is not: docs/upstream/window_purged_too_early.py."""
+    run = new_run("swa")
+    run.start_and_await_caching()
+    assert "--metrics -b 512" in run.log_text()
+    tokens = random.Random(1).choices(range(100, 3000), k=4200)
+    first, second = tokens[:3100], tokens[:2800] + tokens[3100:]
+    body = {"prompt": second, "n_predict": 1, "temperature": 0, "n_probs": 10}
+    run.post("/completion", {"prompt": first, "n_predict": 1})
+    in_slot = run.post("/completion", body)
+    assert in_slot["timings"]["cache_n"] >= 2800
+    alone = run.post("/completion", body | {"cache_prompt": False})
+    assert distance(in_slot, alone) <= LOGPROB_BAR
 
 
 def test_commands_know_where_run_keeps_states_and_what_it_stands_before(

@@ -35,6 +35,7 @@ def run(script: str, *arguments: str) -> tuple[int, str]:
         ("damaged_file_aborts.py", "full", ""),
         ("turn_start_dropped.py", "hybrid", ""),
         ("window_off_by_one.py", "swa", "2026.9.11063"),
+        ("window_purged_too_early.py", "swa", ""),
         ("stale_context_checkpoint.py", "swa", ""),
         ("stale_context_checkpoint.py", "hybrid", ""),
     ],

@@ -6,6 +6,7 @@ answers must be what the unrepaired one answers.
 """
 
 import asyncio
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,6 +212,30 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
         cold = await rig.post("/completion", body | {"cache_prompt": False})
         assert warm["content"] == cold["content"]
         assert distance(warm, cold) <= LOGPROB_BAR
+
+
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+async def test_many_new_tokens_behind_a_restored_window_are_answered_as_alone(
+    start_rig: StartRig, directory: Path, flash_attention: str
+) -> None:
+    """The cells of a window are put in order before a file is stored (order_windows)."""
+    async with start_rig("swa", n_slots=1, extra_args=("-fa", flash_attention)) as rig:
+        for n_tokens in (1500, 3100):
+            tokens = random.Random(n_tokens).choices(range(100, 3000), k=n_tokens + 1300)
+            await rig.post("/completion", {"prompt": tokens[: n_tokens // 2], "n_predict": 0})
+            await rig.post("/completion", {"prompt": tokens[:n_tokens], "n_predict": 0})
+            await rig.restart()
+            body = {"prompt": tokens, "n_predict": 8, "temperature": 0, "n_probs": 10}
+            warm = await rig.post("/completion", body)
+            assert n_reused(warm) >= n_tokens - 8
+            alone = Bench(rig.server, directory)
+            alone.post("/slots/0?action=erase", {})
+            alone.complete(
+                tokens[:-4], n_predict=0
+            )  # as the proxy does: other batches round otherwise
+            cold = alone.complete(tokens)
+            assert distance(warm, cold) <= LOGPROB_BAR
+            assert warm["content"] == cold["content"]
 
 
 LONGER_THAN_PROBED = ("--override-kv", "gemma3.attention.sliding_window=int:5000")

@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from proxy.core.launch import Given, Launch, let_presets_win, plan_launch, restart_delay_seconds
+from proxy.core.launch import (
+    Given,
+    Launch,
+    let_presets_win,
+    narrow_batches,
+    plan_launch,
+    restart_delay_seconds,
+)
 
 KNOWN = frozenset(
     "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
@@ -55,6 +62,25 @@ def test_plan_launch_keeps_what_the_user_gave() -> None:
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:9000", "/mine")
     assert (made.host, made.n_context_checkpoints) == ("0.0.0.0", 16)
     assert made.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("given", "added_then", "n_warnings"),
+    [
+        ({}, "-b 512", 0),
+        ({"ubatch_size": "2048"}, "-b 2048", 0),
+        ({"batch_size": "512"}, "", 0),
+        ({"batch_size": "2048"}, "", 1),
+        ({"batch_size": "2048", "ubatch_size": "2048"}, "", 0),
+    ],
+)
+def test_narrow_batches_makes_logical_and_physical_batches_alike(
+    given: dict[str, str], added_then: str, n_warnings: int
+) -> None:
+    flags = {f"--{n.replace('_', '-')}": Given(n, value) for n, value in given.items()}
+    made = Launch()
+    narrow_batches(made, flags, {"-b", "--batch-size"})
+    assert (added(made), len(made.warnings)) == (added_then, n_warnings)
 
 
 def test_plan_launch_without_slot_saves_is_a_conflict() -> None:
