@@ -175,12 +175,12 @@ class SimilarRequest(CachedRequest):
                     await is_over.wait()
             is_last_look = is_over.is_set()
             begun = await begun_since(self._process, before) or []
-            if is_last_look and (settling := [task for _, task in self._process.settling]):
-                # The slots of answered requests are still leased, but llama-server may choose them.
-                await asyncio.wait(settling)
             self._find(begun)
-            if is_last_look:
+            if is_last_look and not begun:
                 break
+            if is_last_look:
+                # In a slot that is still leased: the answer before is on its way, or its prompt is read.
+                await asyncio.sleep(_FIRST_LOOK_SECONDS)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
             if time.monotonic() - began > _START_SECONDS:
                 hold.end()

@@ -5,13 +5,13 @@ import time
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.cuts import SLACK_TOKENS, Stop
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.messages import BYTES_PER_TOKEN, Kind
 from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
-from proxy.core.slots import Content, Known, SlotPhase, not_to_save
+from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 
@@ -139,14 +139,22 @@ def as_kept(request: Request, content: Content) -> Content:
 
 
 def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
-    """Return the state that is saved before another request takes its slot, None if there is none."""
-    content = process.slots[slot_id].content
+    """Return the state that is saved before another request takes its slot, None if there is none.
+
+    Of an abandoned request's slot the save tells what it holds: that need not be restored then, and may
+    have points anywhere.
+    """
+    content, is_whole = process.slots[slot_id].content, process.rule.kind is RuleKind.ANY_PREFIX
+    if isinstance(content, Unknown) and content.likely and content.tenant:
+        tokens, now = content.likely[:-CONTEXT_CHECKPOINT_MARGIN], time.monotonic()
+        points = tuple(range(0, len(tokens), SLACK_TOKENS))
+        return ExpectedState(tokens, content.tenant, now, 0, points, is_whole)
     saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
     if saved is None:
         return None
     size_bytes = process.state_bytes(saved)
     expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
-    points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
+    points = saved.restore_points
     return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole)
 
 

@@ -380,9 +380,12 @@ class FakeLlamaServer:
         async with slot.lock:
             slot.is_processing = True
             try:
-                return await self._run(request, shape, body, prompt, slot)
+                answer = await self._run(request, shape, body, prompt, slot)
             finally:
                 slot.is_processing = False
+        if _n_predict(await request.read()) != 0 and (gate := self._gates.get("answered")):
+            await gate.arrive()
+        return answer
 
     async def _run(
         self,

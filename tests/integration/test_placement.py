@@ -165,6 +165,28 @@ async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: S
         assert await rig.reasons() == []
 
 
+async def test_request_that_overtakes_the_answer_before_it_in_its_slot_goes_on_there(
+    start_rig: StartRig,
+) -> None:
+    """llama-server sends each answer in a thread of its own."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        gate, late = rig.server.hold("generate", n_calls=1), rig.server.hold("answered", n_calls=1)
+        first = asyncio.ensure_future(rig.post(MESSAGES, claude(question("same"))))
+        await until(lambda: rig.process and rig.process.slots[0].phase is SlotPhase.RUNNING)
+        gate.open()
+        await late.reached()
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(question("same"))))
+        assert (await asked).content["usage"]["input_tokens"] <= 10
+        await asyncio.sleep(0.1)  # its last look at the slots
+        assert not first.done()
+        late.open()
+        assert (await first).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("drift_total") == 0
+        assert rig.sample("requests_total", outcome="hit") == 1
+        assert await rig.reasons() == []
+
+
 async def test_request_that_lands_in_a_slot_whose_prompt_is_still_read_goes_on_there(
     start_rig: StartRig,
 ) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from proxy.core.slots import TAINTED, Empty
+from proxy.llama.client import Saved
+from proxy.serving.saver import Room, SavedSlot
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
-from tests.live.conftest import StartRig, in_long
+from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
 HEADER = [system(450)]
@@ -211,6 +213,34 @@ async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
         # Waiting for the slot that is let go may cost more than evaluating what follows the header again.
         assert n_evaluated <= n_new + SLACK_TOKENS + N_BEHIND_HEADER
         assert rig.sample("unanswered_requests_total", reason="client left") == 1
+
+
+@ONE_KIND
+async def test_request_sent_again_after_its_answer_was_left_waits_until_its_slot_is_known(
+    start_rig: StartRig, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server has written the slot's file, and its slot is free; the proxy has not read it yet."""
+    may_check, check = asyncio.Event(), Room.check
+
+    async def held(room: Room, name: str, reply: Saved, seconds: float) -> SavedSlot:
+        await may_check.wait()
+        return await check(room, name, reply, seconds)
+
+    messages = [system(1), user(1, 1000)]
+    async with start_rig(kind, n_slots=2) as rig:
+        ledger = ApiLedger(rig, CHAT, stream=True)
+        n_new, before = await ledger.enter(messages), await rig.evaluated()
+        body = CHAT.ask(messages, TOOLS, stream=True, **CHAT.limit(20_000))
+        async with rig.client.post(rig.base_url + CHAT.path, json=body) as reply:
+            await reply.content.readany()
+            monkeypatch.setattr(Room, "check", held)
+        await accounted(rig)
+        (process,) = rig.running.pool.processes
+        again = asyncio.ensure_future(ledger.send(messages))
+        await until(lambda: process.queue.n_waiting or is_leased(rig))
+        may_check.set()
+        await again
+        assert await rig.evaluated() - before <= n_new + SLACK_TOKENS
 
 
 async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
