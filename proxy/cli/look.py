@@ -71,6 +71,8 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines that the live page shows above its requests."""
     since = datetime.fromisoformat(overview["since"]).astimezone()
     yield "the proxy", f"is {overview['state']} since {since:%Y-%m-%d %H:%M}"
+    for why in overview["reasons"]:
+        yield "", f"{why['reason']} {why['cure']}"
     if store := overview["store"]:
         stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
         yield "stored", f"{stored} of {size_in_words(store['max_bytes'])}"

@@ -11,6 +11,7 @@ from datetime import datetime
 from inspect import unwrap
 from io import StringIO
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
+from proxy.errors import in_words
 from proxy.explain.causes import Cause
 from proxy.explain.sketch import shortened
 from proxy.explain.views import (
@@ -175,6 +177,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "since": "2026-11-23T11:00:00Z",
         "store": None,
         "servers": servers,
+        "reasons": [],
     }
     hit: dict[str, Any] = {
         "at": time.time(),
@@ -203,6 +206,9 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
+    overview["reasons"] = [{"reason": "There is no room.", "cure": "Free some."}]
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    assert rows[1] == ("", "There is no room. Free some.")
 
 
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
@@ -220,6 +226,10 @@ def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         RunningProxy("http://127.0.0.1:1/other").text("/metrics")
     assert ended.value.code == 69 and "--admin HOST:PORT" in capsys.readouterr().err
+
+
+def test_fault_of_tls_is_told_in_its_own_words() -> None:
+    assert in_words(SSLError(1, "[SSL] wrong version number")) == "[SSL] wrong version number"
 
 
 def test_server_that_does_not_answer_is_named_as_it_was_given(tmp_path: Path) -> None:
