@@ -337,7 +337,12 @@ class RunningProxy:
         return False
 
     def fail_foreign(self) -> NoReturn:
-        fail(f"what answers at {self.url} is not llama-prefix-cache", Exit.UNAVAILABLE)
+        what = (
+            "the admin listener of llama-prefix-cache"
+            if self._is_admin
+            else "llama-server or a proxy"
+        )
+        fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
 
 
 def proxy_of(settings: Settings) -> RunningProxy:

@@ -130,7 +130,7 @@ def send_all(
     """
     # Enough words to measure how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
-    if (tried := _send(server, model, words_for(probe, {}, 1.0), 1)) is None:
+    if (tried := _send(server, model, words_for(probe, {}, 1.0), 1, refusals=())) is None:
         fail(f"{server.url} gives no answer that counts its tokens", Exit.UNAVAILABLE)
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
@@ -162,13 +162,19 @@ def send_all(
     }
 
 
-def _send(server: RunningProxy, model: str, text: str, n_answer: int) -> _Sent | None:
-    """Send one request; return None if it was refused."""
+def _send(
+    server: RunningProxy,
+    model: str,
+    text: str,
+    n_answer: int,
+    refusals: Sequence[int] = range(400, 600),
+) -> _Sent | None:
+    """Send one request; return None if it was refused with one of *refusals*, exit at another."""
     length = {"max_tokens": max(1, n_answer), "ignore_eos": True, "temperature": 0}
     shown = {"stream": True, "stream_options": {"include_usage": True}}
     body = msgspec.json.encode({"model": model, "prompt": text, **length, **shown})
     began, first, usage = time.monotonic(), 0.0, dict[str, Any]()
-    for told in server.lines("/v1/completions", body=body, refusals=range(400, 600)):
+    for told in server.lines("/v1/completions", body=body, refusals=refusals):
         first, usage = first or time.monotonic() - began, told.get("usage") or usage
     n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return (usage["prompt_tokens"], n_reused, first) if usage else None

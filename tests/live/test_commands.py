@@ -226,3 +226,21 @@ async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(
         status, output = await command(*warm)
         said = "the header (tools and system prompt) is too short (tokens: 1; needed: more"
         assert status == 1 and said in output
+
+
+async def test_llama_server_that_is_away_is_named(start_rig: StartRig, tmp_path: Path) -> None:
+    trace, body = tmp_path / "trace.jsonl", tmp_path / "request.json"
+    trace.write_text('{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[0]}')
+    body.write_text(json.dumps({"messages": MESSAGES[0]}))
+    async with start_rig("full", upstream_wait_seconds=0.0) as rig:
+        await asyncio.to_thread(rig.server.stop)
+        away = "llama-server cannot be reached"
+        for arguments, said in (
+            (("trace", "replay", trace, rig.base_url), f"{away}\n"),
+            (
+                ("warm", body, "--admin", rig.admin_url),
+                f"{away}: `stats` says why, and what helps\n",
+            ),
+        ):
+            status, output = await command(*arguments)
+            assert status and output.endswith(f"llama-prefix-cache: {said}"), output

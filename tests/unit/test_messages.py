@@ -198,7 +198,7 @@ def test_address_of_something_else_is_told_in_words(page: bytes, arguments: tupl
         answering.start()
         status, said = told(*arguments, "--admin", f"127.0.0.1:{listener.getsockname()[1]}")
         answering.join()
-    assert status == 69 and said.endswith(" is not llama-prefix-cache\n")
+    assert status == 69 and said.endswith(" is not the admin listener of llama-prefix-cache\n")
 
 
 @pytest.mark.parametrize("page", ["", "<html><p>nginx", "plain words"])
