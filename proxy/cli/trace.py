@@ -62,6 +62,8 @@ def export(proxy: RunningProxy, file: Path) -> None:
     are all requests.
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
+    if not exported:
+        fail(f"{file} was not written: no prompt was read since the proxy was started")
     file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
     tell(trace_in_words(_read(file)))
 

@@ -233,6 +233,9 @@ async def test_llama_server_that_is_away_is_named(start_rig: StartRig, tmp_path:
     trace.write_text('{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[0]}')
     body.write_text(json.dumps({"messages": MESSAGES[0]}))
     async with start_rig("full", upstream_wait_seconds=0.0) as rig:
+        before = trace.read_text()
+        status, output = await command("trace", "export", trace, "--yes", "--admin", rig.admin_url)
+        assert status == 1 and "was not written" in output and trace.read_text() == before
         await asyncio.to_thread(rig.server.stop)
         away = "llama-server cannot be reached"
         for arguments, said in (

@@ -352,6 +352,23 @@ def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Pa
         assert (done.exit_code, "key_file" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize(
+    ("upstream", "name"),
+    [("http://127.0.0.1:8091", "listen"), ("http://a:1, http://localhost:8092/v1", "admin")],
+)
+def test_upstream_that_is_the_proxy_itself_is_refused(
+    tmp_path: Path, command: str, upstream: str, name: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"slot_save_path: {tmp_path}\nlisten: 0.0.0.0:8091\nadmin: 127.0.0.1:8092\n"
+        f"upstream: {upstream}\n"
+    )
+    done = CliRunner().invoke(main, [command, "--config", str(config)])
+    assert done.exit_code == 2 and f"is the proxy's own `{name}`" in done.output
+
+
 def listing(*listed: ListedCheckpoint) -> str:
     """Return what `ls` prints of these checkpoints."""
 
