@@ -132,10 +132,10 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
         return None
 
 
-def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
+def open_bucket(settings: Settings, *, only_looks: bool = False) -> "tuple[Bucket, Sealing] | None":
     """Return the bucket of `shared_store`, and what seals it; None if it is not set.
 
-    Raises SettingsError if it cannot be used.
+    One that *only_looks* makes no directory. Raises SettingsError if it cannot be used.
     """
     url, key_file, _ = parse_shared_store(settings.shared_store)
     if not url:
@@ -144,7 +144,9 @@ def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
     from proxy.shared.bucket import Bucket
     from proxy.shared.objects import Sealing, read_key
 
-    return Bucket(url), Sealing(read_key(Path(key_file)) if key_file else b"")
+    return Bucket(url, only_looks=only_looks), Sealing(
+        read_key(Path(key_file)) if key_file else b""
+    )
 
 
 @asynccontextmanager

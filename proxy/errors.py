@@ -7,6 +7,7 @@ its own only if some code catches that class.
 
 import os
 import socket
+from ssl import SSLError
 from typing import Literal
 
 
@@ -14,7 +15,7 @@ def in_words(error: BaseException) -> str:
     """Return why something failed, without error numbers and the names of exceptions."""
     if not isinstance(error, OSError) or not (error.errno or error.strerror):
         return str(error) or "it broke off"
-    is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror)
+    is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror | SSLError)
     why = os.strerror(error.errno or 0) if is_known else error.strerror or "it broke off"
     place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     if place and isinstance(error, PermissionError):

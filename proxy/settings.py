@@ -37,8 +37,10 @@ _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 _ALIASES = rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"
 _SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
 _SHARED_SIZES = ("upload_bytes_per_day", "upload_bytes_per_second", "capacity")
-_SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|(key_file|{'|'.join(_SHARED_SIZES)})\s*=\s*[^,]+)"
-_SHARED_STORE = rf"\s*({_SHARED_URL}|{_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*"
+_SIZE = r"\d{1,15}(\.\d{1,15})?\s*[kKmMgGtT]?i?[bB]?"
+_SHARED_SIZE = rf"({'|'.join(_SHARED_SIZES)})\s*=\s*{_SIZE}"
+_SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|key_file\s*=\s*[^,\s][^,]*|{_SHARED_SIZE})\s*"
+_SHARED_STORE = rf"\s*({_SHARED_URL}|(?=(.*,)?\s*url\s*=){_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*"
 
 
 def _text(title: str, pattern: str) -> Meta:
@@ -51,7 +53,9 @@ Urls = Annotated[str, _text("http:// or https:// URL, or several, separated by c
 OpenPaths = Annotated[str, _text("`health`, `metrics` or both, separated by a comma", _OPEN_PATHS)]
 Switches = Annotated[str, _text("`safe`, `all`, `none` and names, separated by commas", SWITCHES)]
 Aliases = Annotated[str, _text("`name = name of llama-server`, separated by commas", _ALIASES)]
-SharedStoreText = Annotated[str, _text("URL, or `url = URL, key_file = FILE, ...`", _SHARED_STORE)]
+SharedStoreText = Annotated[
+    str, _text("URL, or `url = URL, key_file = FILE, capacity = 50GiB, ...`", _SHARED_STORE)
+]
 Bytes = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=604800)]
 """At most a week: timers take no infinite time."""
@@ -246,16 +250,13 @@ def parse_urls(urls: str) -> list[str]:
 
 
 def parse_shared_store(text: str) -> tuple[str, str, SharedLimits]:
-    """Return the URL in `shared_store`, its key file, and its limits; raises SettingsError.
+    """Return the URL in `shared_store`, its key file, and its limits.
 
     The URL is empty if the setting is not set, the file if states are not sealed.
     """
     told = parse_pairs(text) if "=" in text else {"url": text.strip()}
-    try:
-        sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
-        return told["url"], told.get("key_file", ""), SharedLimits(**sizes)
-    except (KeyError, ValueError) as error:
-        raise SettingsError(f"shared_store: {error} is missing or no size (50GiB)") from error
+    sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
+    return told["url"], told.get("key_file", ""), SharedLimits(**sizes)
 
 
 def reachable(address: str, machine: str = "127.0.0.1") -> str:
@@ -444,8 +445,9 @@ def _plain(source: str, name: str, value: Any) -> Any:
     if name not in NAMES:
         return value
     if kinds_of(name) == ["string"] and isinstance(value, list | dict):
-        pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
-        return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
+        pairs = list(value.items() if isinstance(value, dict) else ((each,) for each in value))
+        if all(type(part) in (str, int, float) for pair in pairs for part in pair):
+            return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
     if name in ("listen", "admin") and isinstance(value, str):
         return value.removeprefix("http://").rstrip("/")
     if not is_size(name) or not isinstance(value, str):

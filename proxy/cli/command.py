@@ -8,7 +8,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial, wraps
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 from urllib.parse import urlencode
@@ -33,6 +34,7 @@ from proxy.settings import (
     is_size,
     kinds_of,
     merge_settings,
+    parse_urls,
     reachable,
     size_in_words,
     split_address,
@@ -87,7 +89,14 @@ def settings_of(
         default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory == "any" or (directory != "given" and default_directory().is_dir()):
         merged.setdefault("slot_save_path", str(default_directory()))
-    return complete_settings(merged, needs_directory=directory != "any")
+    settings = complete_settings(merged, needs_directory=directory != "any")
+    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
+    for url in parse_urls(settings.upstream) if directory != "any" else ():
+        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
+        if address in own:  # it would ask itself without end
+            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
+            raise SettingsError(f"upstream: {url} {says}")
+    return settings
 
 
 # The output of commands: tables for people, JSON for programs.
@@ -117,10 +126,15 @@ def answer(content: object, shown: object) -> None:
     """Print *content* if --json is given, else *shown* for people: lines, or a renderable of rich."""
     if _is_on("json"):
         click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
-    elif isinstance(shown, str):
-        click.echo(shown)
     else:
-        console().print(shown, soft_wrap=isinstance(shown, Text))
+        click.echo(shown if isinstance(shown, str) else in_lines(shown, console()))
+
+
+def in_lines(content: object, shown: Console) -> str:
+    """Return a renderable as *shown* shows it, without trailing spaces."""
+    with shown.capture() as captured:
+        shown.print(content, soft_wrap=isinstance(content, Text))
+    return "\n".join(map(str.rstrip, captured.get().removesuffix("\n").split("\n")))
 
 
 def checkpoints_in_words(n_checkpoints: int, n_bytes: int) -> str:
@@ -147,6 +161,8 @@ class Commands(click.Group):
     """Commands that exit with a plain message if a setting is wrong, or their work on files fails."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # not every terminal has the words of prompts
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -222,9 +238,14 @@ _CONNECT_SECONDS = 5.0
 class RunningProxy:
     """The admin listener of a running proxy; all methods exit with a plain message if it refuses."""
 
-    def __init__(self, address: str, token: str | None = None) -> None:
-        """*address* is HOST:PORT or a URL, *token* the listener's token or llama-server's key, if any."""
-        self.address = address.removeprefix("http://").rstrip("/").removesuffix("/v1")
+    def __init__(self, address: str, token: str | None = None, *, is_admin: bool = True) -> None:
+        """*address* is HOST:PORT or a URL, *token* the listener's token or llama-server's key, if any.
+
+        If it is no admin listener (*is_admin*), it is a server for clients.
+        """
+        scheme, _, self.address = address.rstrip("/").removesuffix("/v1").rpartition("://")
+        self.url, self._is_admin = f"{scheme or 'http'}://{self.address}", is_admin
+        self._connection = HTTPSConnection if scheme == "https" else HTTPConnection
         self._headers = {"User-Agent": OWN_CLIENT, "Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -243,7 +264,7 @@ class RunningProxy:
             none = "no model yet: give llama-server one (-m FILE), or let it load"
             fail(why or none, Exit.UNAVAILABLE)
         listen = reachable(told["listen"], self.address.rpartition(":")[0])
-        return RunningProxy(url or listen, api_key)
+        return RunningProxy(url or listen, api_key, is_admin=False)
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
@@ -283,7 +304,7 @@ class RunningProxy:
         """Yield the answer to a request; exit at an error whose status is not in *refusals*."""
         try:
             # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
-            with closing(HTTPConnection(self.address, timeout=_CONNECT_SECONDS)) as connection:
+            with closing(self._connection(self.address, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
                 connection.sock.settimeout(None)
                 target = f"{path}?{urlencode(query)}" if query else path
@@ -300,10 +321,13 @@ class RunningProxy:
                     fail(_complaint(reply.read()) or self.fail_foreign(), status)
                 yield reply
         except (HTTPException, OSError) as error:
+            nobody = f"answers at {self.url}: {in_words(error)}."
+            if not self._is_admin:
+                fail(f"nothing {nobody} Check the URL, and start what is there", Exit.UNAVAILABLE)
             fail(
-                f"no proxy answers at http://{self.address}: {in_words(error)}. Start it (`run` or"
-                " `serve`), or give --admin HOST:PORT if its `admin` is another. Without a proxy, `ls`,"
-                " `pin`, `unpin`, `rm` and `purge` take --slot-save-path DIRECTORY",
+                f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
+                " is another. Without a proxy, `ls`, `pin`, `unpin`, `rm` and `purge` take"
+                " --slot-save-path DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 
@@ -321,7 +345,12 @@ class RunningProxy:
         return False
 
     def fail_foreign(self) -> NoReturn:
-        fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)
+        what = (
+            "the admin listener of llama-prefix-cache"
+            if self._is_admin
+            else "llama-server or a proxy"
+        )
+        fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
 
 
 def proxy_of(settings: Settings) -> RunningProxy:

@@ -57,6 +57,8 @@ def connect(
     URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
     old file beside the new one. Two small requests then show whether requests of this form are cached.
     """
+    if write and undo:
+        raise click.UsageError("--write and --undo are opposites: give one")
     if undo:
         _undo(file or _usual_file(name))
         return
@@ -65,14 +67,14 @@ def connect(
     model = model or str(server.ask("GET", "/v1/models", dict[str, Any])["data"][0]["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
-    facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
+    facts = {"URL": server.url, "MODEL": model, "KEY": api_key}
     n_ctx = min(each["n_ctx"] for each in told["servers"])
     sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")
     own = file or Path(client.get("file", ".env")).expanduser()
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
-    if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text(errors="replace")):
+    if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text("utf-8", "replace")):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
     if not write:
         shown = written(own, content)
@@ -174,7 +176,9 @@ def _put(path: Path, text: str) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
     part = path.resolve().with_name(f".{path.name}.new")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+    with open(
+        os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
     part.replace(path.resolve())
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import click
 import msgspec
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from proxy.app import open_bucket
@@ -28,6 +28,7 @@ from proxy.cli.command import (
     checkpoints_in_words,
     console,
     fail,
+    in_lines,
     json_option,
     proxy_of,
     setting_options,
@@ -70,6 +71,8 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the lines that the live page shows above its requests."""
     since = datetime.fromisoformat(overview["since"]).astimezone()
     yield "the proxy", f"is {overview['state']} since {since:%Y-%m-%d %H:%M}"
+    for why in overview["reasons"]:
+        yield "", f"{why['reason']} {why['cure']}"
     if store := overview["store"]:
         stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
         yield "stored", f"{stored} of {size_in_words(store['max_bytes'])}"
@@ -130,7 +133,8 @@ def explanation_text(explanation: Explanation) -> Text:
     request = explanation.request
     by = f"  by {request.server}" if request.server else ""
     # The cause decides: a miss may have reused something, and a first sight is no miss.
-    named = "new" if request.cause is Cause.FIRST_SIGHT else request.outcome
+    others = {Cause.FIRST_SIGHT: "new", Cause.REFUSED: f"refused (status {request.status})"}
+    named = others.get(request.cause, request.outcome)
     named = "miss" if request.cause.is_miss else named
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
@@ -301,7 +305,7 @@ def _tell_shares(settings: Settings) -> None:
         told = proxy.told().get("shared_store", "")
         settings = msgspec.structs.replace(settings, shared_store=told)
     is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
-    shares = asyncio.run(survey(*(open_bucket(settings) or fail(is_unset))))
+    shares = asyncio.run(survey(*(open_bucket(settings, only_looks=True) or fail(is_unset))))
     now = time.time()
     rows = [
         (
@@ -333,21 +337,19 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
 
 
 def report(setup: Setup, shown: Console) -> str:
-    """Return the verdict and every finding with its cure, formatted for *shown*.
-
-    In a pipe the lines have a fixed length, and no colours or trailing spaces.
-    """
+    """Return the verdict and every finding with its cure, formatted for *shown*."""
     findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
     n_columns = max(len(finding.topic) for finding in findings)
-    with shown.capture() as captured:
-        shown.print(Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1]))
-        for about, group in groupby(findings, key=lambda finding: finding.about):
-            shown.print()
-            if has_headings:
-                shown.print(Text(about or "all", style="bold underline"))
-            shown.print(table_of(_row(finding, n_columns) for finding in group))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    lines: list[RenderableType] = [
+        Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1])
+    ]
+    for about, group in groupby(findings, key=lambda finding: finding.about):
+        lines.append(Text())
+        if has_headings:
+            lines.append(Text(about or "all", style="bold underline"))
+        lines.append(table_of(_row(finding, n_columns) for finding in group))
+    return in_lines(Group(*lines), shown)
 
 
 def _row(finding: Finding, n_columns: int) -> list[Text]:

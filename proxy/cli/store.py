@@ -30,7 +30,7 @@ from proxy.cli.command import (
 )
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
-from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, path_to
+from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, path_to
 from proxy.settings import Settings, size_in_words
 from proxy.store import offline
 from proxy.store.files import StateFiles
@@ -109,7 +109,8 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
         if newest.n_header_tokens <= 1:  # the first token is that of every prompt
             # With one slot and full attention no header is looked for: nothing depends on it.
             return "no header" if newest.n_header_tokens else "headers not told apart"
-        return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
+        client = "warmed header" if newest.client == OWN_CLIENT else newest.client or "header"
+        return f"{shortened(client, 28)}, {newest.n_header_tokens:,} tokens"
     words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
     return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"
 

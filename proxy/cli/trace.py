@@ -33,7 +33,7 @@ from proxy.cli.command import (
     yes_option,
 )
 from proxy.core.rates import seconds_in_words
-from proxy.explain.views import TRACED_TOKENS, TracedRequest
+from proxy.explain.views import MOST_SECONDS, TRACED_TOKENS, TracedRequest
 
 _file = click.argument("file", type=FILE)
 
@@ -62,6 +62,8 @@ def export(proxy: RunningProxy, file: Path) -> None:
     are all requests.
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
+    if not exported:
+        fail(f"{file} was not written: no prompt was read since the proxy was started")
     file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
     tell(trace_in_words(_read(file)))
 
@@ -81,7 +83,7 @@ def _read(file: Path) -> list[TracedRequest]:
     try:
         read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
     except ValueError:
-        fail(f"{file} is not what `trace export` writes")
+        fail(f"{file} is not what `trace export` writes", Exit.USAGE)
     return read or fail(f"there is no request in {file}")
 
 
@@ -93,7 +95,12 @@ def tell(facts: Mapping[str, object]) -> None:
 @trace.command("replay")
 @_file
 @click.argument("url")
-@click.option("--speed", default=1.0, help="Times as fast as it was; 0: one after the other. [1]")
+@click.option(
+    "--speed",
+    default=1.0,
+    type=click.FloatRange(0),
+    help="Times as fast as it was; 0: one after the other. [1]",
+)
 @click.option("--model", default="", help="Where there are several models.")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @json_option
@@ -108,7 +115,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
     Prompts are made up: blocks with equal numbers are equal texts, of about 512 tokens of this model.
     Requests are sent at their times, whether or not earlier answers have come.
     """
-    tell(send_all(_read(file), RunningProxy(url, api_key), model, speed))
+    tell(send_all(_read(file), RunningProxy(url, api_key, is_admin=False), model, speed))
 
 
 _N_AT_ONCE = 64
@@ -125,8 +132,8 @@ def send_all(
     """
     # Enough words to measure how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
-    if (tried := _send(server, model, words_for(probe, {}, 1.0), 1)) is None:
-        fail(f"{server.address} gives no answer that counts its tokens", Exit.UNAVAILABLE)
+    if (tried := _send(server, model, words_for(probe, {}, 1.0), 1, refusals=())) is None:
+        fail(f"{server.url} gives no answer that counts its tokens", Exit.UNAVAILABLE)
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 
@@ -134,7 +141,7 @@ def send_all(
         for request in trace:
             due = began + request.timestamp / 1000 / speed if speed else 0.0
             # Here and not in the pool's threads, for which Ctrl-C would wait.
-            time.sleep(max(0.0, due - time.monotonic()))
+            time.sleep(min(max(0.0, due - time.monotonic()), MOST_SECONDS))
             yield request
 
     def send(request: TracedRequest) -> _Sent | None:
@@ -157,13 +164,19 @@ def send_all(
     }
 
 
-def _send(server: RunningProxy, model: str, text: str, n_answer: int) -> _Sent | None:
-    """Send one request; return None if it was refused."""
+def _send(
+    server: RunningProxy,
+    model: str,
+    text: str,
+    n_answer: int,
+    refusals: Sequence[int] = range(400, 600),
+) -> _Sent | None:
+    """Send one request; return None if it was refused with one of *refusals*, exit at another."""
     length = {"max_tokens": max(1, n_answer), "ignore_eos": True, "temperature": 0}
     shown = {"stream": True, "stream_options": {"include_usage": True}}
     body = msgspec.json.encode({"model": model, "prompt": text, **length, **shown})
     began, first, usage = time.monotonic(), 0.0, dict[str, Any]()
-    for told in server.lines("/v1/completions", body=body, refusals=range(400, 600)):
+    for told in server.lines("/v1/completions", body=body, refusals=refusals):
         first, usage = first or time.monotonic() - began, told.get("usage") or usage
     n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     return (usage["prompt_tokens"], n_reused, first) if usage else None
@@ -239,7 +252,13 @@ _MACHINE = (
 
 @click.command()
 @file_option("--report", "file")
-@click.option("--tokens", multiple=True, type=int, default=(2048, 8192, 32768), show_default=True)
+@click.option(
+    "--tokens",
+    multiple=True,
+    type=click.IntRange(1),
+    default=(2048, 8192, 32768),
+    show_default=True,
+)
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @yes_option

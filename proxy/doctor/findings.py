@@ -135,7 +135,7 @@ class Setup:
 LONGEST_STALL_SECONDS = 10.0
 """A save that stalls every slot for longer is reported as a limit."""
 LEAST_FREE_BYTES = 64 << 20
-"""The free space that is required even for small states."""
+"""The free space for a state whose size was not measured."""
 _N_NAMED = 8
 
 _K = DegradationKind
@@ -397,14 +397,19 @@ def _permission_finding(setup: Setup) -> Finding:
 
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
-    """Return whether another state fits on the disk."""
-    needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
-    usable = free_bytes - setup.reserve_bytes
-    text = f"{size_in_words(free_bytes)} free; a state may need {size_in_words(needed)}"
-    kept = f", {size_in_words(setup.reserve_bytes)} are left free."
+    """Return whether another state fits on the disk; stored ones make room for it."""
+    needed = (
+        max((facts.state_bytes for facts in setup.llama_servers), default=0) or LEAST_FREE_BYTES
+    )
+    store = (setup.health or {}).get("store") or {}
+    stored_bytes = setup.used_bytes or store.get("size_bytes", 0)
+    usable = free_bytes + stored_bytes - setup.reserve_bytes
+    text = f"{size_in_words(free_bytes)} free, {size_in_words(stored_bytes)} in states; a state may need"
+    text += f" {size_in_words(needed)}, {size_in_words(setup.reserve_bytes)} are left free."
     if usable < needed:
-        return blocker("disk space", text + kept, "Free some space, or use another disk.")
-    return ok("disk space", text + kept)
+        cure = "Free some space, or use another disk."
+        return (limit if usable > 0 else blocker)("disk space", text, cure)
+    return ok("disk space", text)
 
 
 def _proxy_finding(setup: Setup) -> Finding:

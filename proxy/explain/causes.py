@@ -30,6 +30,11 @@ class Cause(StrEnum):
 
     See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as they are.
     """
+    REFUSED = "refused"
+    """llama-server refused the request: its answer to the client was an error.
+
+    Look at the answer that the client got, or at llama-server's log.
+    """
 
     BILLING_HEADER = "billing header"
     """Claude Code's billing line, at the top of the system prompt, has other digits.
@@ -191,7 +196,7 @@ class Cause(StrEnum):
     @property
     def is_miss(self) -> bool:
         """Whether tokens were evaluated that could have been reused."""
-        return self not in (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP)
+        return self not in (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP, Cause.REFUSED)
 
     @property
     def says(self) -> str:

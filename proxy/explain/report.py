@@ -374,6 +374,7 @@ class Report:
         """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
         answer, account, outcome = request.answer, request.account, outcome or request.outcome
         assert answer is not None
+        judgement = judgement if answer.status < 400 else Judgement(Cause.REFUSED)
         if account is not None and outcome is not Outcome.BYPASS:
             self._count_tokens(account)
         if answer.is_broken:

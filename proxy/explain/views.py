@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
 from operator import attrgetter
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Prompt, Quarantine
@@ -351,12 +352,14 @@ class History(msgspec.Struct, kw_only=True):
 # block.
 
 TRACED_TOKENS = 512
+MOST_SECONDS = 10**9
+"""So long may a trace be; no sleep takes ten times as much."""
 
 
 class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a trace; before `numbered`, its time is since 1970, and its numbers are hashes."""
 
-    timestamp: int
+    timestamp: Annotated[int, Meta(ge=0, le=MOST_SECONDS * 1000)]
     input_length: int
     output_length: int
     hash_ids: Sequence[int]

@@ -92,7 +92,7 @@ def _listener(port: int) -> str:
             if os.readlink(opened) in sockets:
                 process = Path(*opened.parts[:3])
                 name = process.joinpath("comm").read_text().strip()  # of 15 characters at most
-                words = process.joinpath("cmdline").read_text().split("\0")
+                words = process.joinpath("cmdline").read_text(errors="replace").split("\0")
                 names = (Path(word).name for word in words)
                 name = next((each for each in names if each.startswith(name)), name)
                 return f"{name} (process {opened.parts[2]})"

@@ -62,6 +62,8 @@ class Warming:
         namespace, tokens = self._prompt(explanation)
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
+        if not is_whole and 0 < n_header <= SLACK_TOKENS:
+            raise NotWarmed(_why_too_short(n_header, len(tokens)))
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
         headers = keys or upstream.own_headers
         again = Request(
@@ -118,9 +120,10 @@ class Warming:
                 raise NotWarmed(f"this request is not cached: {request.why}")
             n_whole = prompt.cuts.message_end or prompt.n_tokens
             # Where no header is known, all of it is to be kept.
-            wanted = (n_whole if is_whole else prompt.cuts.header or n_whole) - SLACK_TOKENS
+            n_header = 0 if is_whole else prompt.cuts.header
+            wanted = (n_header or n_whole) - SLACK_TOKENS
             if wanted <= 0:
-                raise NotWarmed("too short: without --whole, only tools and system prompt are kept")
+                raise NotWarmed(_why_too_short(n_header, n_whole))
             n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))
@@ -212,6 +215,12 @@ async def send_for_nobody(
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.timings())
+
+
+def _why_too_short(n_header: int, n_whole: int) -> str:
+    what = "header (tools and system prompt)" if n_header else "prompt"
+    sizes = f"(tokens: {n_header or n_whole}; needed: more than {SLACK_TOKENS})"
+    return f"the {what} is too short {sizes}" + "; --whole keeps the messages too" * bool(n_header)
 
 
 def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:

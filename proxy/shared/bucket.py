@@ -47,8 +47,11 @@ class Gone(SharedStoreFault):
 class Bucket:
     """The objects under one URL."""
 
-    def __init__(self, url: str) -> None:
-        """Raises SettingsError if the URL cannot be used; nothing is asked of the store yet."""
+    def __init__(self, url: str, *, only_looks: bool = False) -> None:
+        """Raises SettingsError if the URL cannot be used; nothing is asked of the store yet.
+
+        A bucket that *only_looks* makes no directory, and deletes nothing that is left over there.
+        """
         try:
             import obstore
             from obstore.exceptions import BaseError
@@ -77,10 +80,11 @@ class Bucket:
         try:
             if scheme == "file":  # what is made here is its owner's alone
                 directory = Path(rest).absolute()
-                directory.mkdir(mode=0o700, exist_ok=True)
                 url = f"file://{directory}"
+                directory.stat() if only_looks else directory.mkdir(mode=0o700, exist_ok=True)
                 # What is written when its process is killed stays under such a name, and is not listed.
-                for half in directory.glob(f"{objects.VERSION}/*/*#*"):
+                halves = () if only_looks else directory.glob(f"{objects.VERSION}/*/*#*")
+                for half in halves:
                     with suppress(OSError):
                         if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
                             half.unlink()

@@ -30,7 +30,7 @@ from proxy.core.eviction import Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, SlotPhase, state_of
-from proxy.errors import CacheFault, ProxyError, StoreFault
+from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
 from proxy.explain import views
 from proxy.llama.requests import (
     Aliases,
@@ -304,7 +304,8 @@ class Admin:
                 warmed = await self._warming.warm(wanted, tell, is_whole=is_whole)
                 lines.put_nowait({"warmed": warmed})
             except (CacheFault, ProxyError) as error:
-                lines.put_nowait({"error": str(error)})
+                why = ": `stats` says why, and what helps" * isinstance(error, ServerAway)
+                lines.put_nowait({"error": f"{error}{why}"})
             except Exception:
                 lines.put_nowait({"error": "the proxy failed: its log says more"})
                 raise

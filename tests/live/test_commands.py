@@ -154,7 +154,7 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         assert not first["was_kept"] and first["n_usable"] >= first["n_header_tokens"] > 1000
         assert first["n_prompt_tokens"] - first["n_header_tokens"] < 30
         _, listed = await command("ls", "--admin", rig.admin_url)
-        assert "llama-prefix-cache, " in listed and '"."' not in listed
+        assert "warmed header, " in listed and '"."' not in listed
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
         assert "stored already, and pinned" in (await command(*warm))[1]
@@ -172,6 +172,20 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         (tmp_path / "request.json").write_text('{"nothing": 1}')
         status, output = await command(*warm[:3], rig.admin_url)
         assert status == 1 and "no request" in output
+        (tmp_path / "request.json").write_text('{"prompt": [1, 2, 3]}')
+        status, output = await command(*warm[:3], rig.admin_url, "--whole")
+        said = "the prompt is too short (tokens: 3; needed: more than 16)\n"
+        assert status == 1 and output.endswith(said)
+
+
+async def test_request_that_llama_server_refused_is_no_miss(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        body = {"messages": MESSAGES[0], "max_tokens": "many"}
+        async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+            assert reply.status == 400
+        _, output = await command("explain", "--admin", rig.admin_url)
+        assert "refused (status 400)  " in output and "llama-server refused the request" in output
+        assert (await command("explain", "miss", "--admin", rig.admin_url))[0] == 1
 
 
 async def lose_states(rig: Rig) -> None:
@@ -210,4 +224,26 @@ async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(
         alone = [{"role": "user", "content": "Tell me a long story. " * 40}]
         await rig.post(CHAT, {"messages": alone, "max_tokens": 2}, headers=ann)
         status, output = await command(*warm)
-        assert status == 1 and "too short: without --whole" in output
+        said = "the header (tools and system prompt) is too short (tokens: 1; needed: more"
+        assert status == 1 and said in output
+
+
+async def test_llama_server_that_is_away_is_named(start_rig: StartRig, tmp_path: Path) -> None:
+    trace, body = tmp_path / "trace.jsonl", tmp_path / "request.json"
+    trace.write_text('{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[0]}')
+    body.write_text(json.dumps({"messages": MESSAGES[0]}))
+    async with start_rig("full", upstream_wait_seconds=0.0) as rig:
+        before = trace.read_text()
+        status, output = await command("trace", "export", trace, "--yes", "--admin", rig.admin_url)
+        assert status == 1 and "was not written" in output and trace.read_text() == before
+        await asyncio.to_thread(rig.server.stop)
+        away = "llama-server cannot be reached"
+        for arguments, said in (
+            (("trace", "replay", trace, rig.base_url), f"{away}\n"),
+            (
+                ("warm", body, "--admin", rig.admin_url),
+                f"{away}: `stats` says why, and what helps\n",
+            ),
+        ):
+            status, output = await command(*arguments)
+            assert status and output.endswith(f"llama-prefix-cache: {said}"), output

@@ -1,6 +1,7 @@
 """What commands are told in words: ids, ages, sizes, and the requests that only warm."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from datetime import datetime
 from inspect import unwrap
 from io import StringIO
 from pathlib import Path
+from ssl import SSLError
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
+from proxy.errors import in_words
 from proxy.explain.causes import Cause
 from proxy.explain.sketch import shortened
 from proxy.explain.views import (
@@ -174,6 +177,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "since": "2026-11-23T11:00:00Z",
         "store": None,
         "servers": servers,
+        "reasons": [],
     }
     hit: dict[str, Any] = {
         "at": time.time(),
@@ -202,6 +206,9 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
+    overview["reasons"] = [{"reason": "There is no room.", "cure": "Free some."}]
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    assert rows[1] == ("", "There is no room. Free some.")
 
 
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
@@ -219,6 +226,21 @@ def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         RunningProxy("http://127.0.0.1:1/other").text("/metrics")
     assert ended.value.code == 69 and "--admin HOST:PORT" in capsys.readouterr().err
+
+
+def test_fault_of_tls_is_told_in_its_own_words() -> None:
+    assert in_words(SSLError(1, "[SSL] wrong version number")) == "[SSL] wrong version number"
+
+
+def test_server_that_does_not_answer_is_named_as_it_was_given(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp":0,"input_length":9,"output_length":1,"hash_ids":[0]}')
+    for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
+        done = CliRunner().invoke(main, ["trace", "replay", str(trace), url])
+        said = (
+            f"nothing answers at {url}: connection refused. Check the URL, and start what is there"
+        )
+        assert (done.exit_code, done.output) == (69, f"llama-prefix-cache: {said}\n")
 
 
 def test_words_of_users_are_no_markup(capsys: Capture) -> None:
@@ -266,6 +288,50 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     assert re.search(r"^log_level +error +environment *", shown, re.M)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "gr\xfc\xdfe ✓"), ("latin-1", "gr\xfc\xdfe ?")]
+)
+def test_terminal_that_lacks_letters_is_shown_the_others(encoding: str, shown: str) -> None:
+    """click writes UTF-8 where Python was told nothing better than ASCII."""
+    command = [sys.executable, "-m", "proxy", "config", "--admin-token-file", "gr\xfc\xdfe ✓"]
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=env, check=True)
+    printed = done.stdout.decode("latin-1" if encoding == "latin-1" else "utf-8")
+    assert re.search(rf"^admin_token_file +{re.escape(shown)} +command line$", printed, re.M)
+    assert not re.search(" $", printed, re.M)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "--report", "r.json", "--tokens", "0"), "0 is not in the range x>=1"),
+        (("trace", "replay", "t.jsonl", "http://a", "--speed", "-1"), "not in the range x>=0"),
+        (("connect", "opencode", "--write", "--undo"), "--write and --undo are opposites"),
+    ],
+)
+def test_impossible_argument_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2 and said in done.output
+
+
+@pytest.mark.parametrize("milliseconds", [-1, 10**15, 10**400], ids=["before", "late", "huge"])
+def test_trace_with_impossible_times_is_refused(tmp_path: Path, milliseconds: int) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": milliseconds, "input_length": 9, "output_length": 1, "hash_ids": [0]}
+    trace.write_text(json.dumps(row))
+    for arguments in (["show", str(trace)], ["replay", str(trace), "http://127.0.0.1:1"]):
+        done = CliRunner().invoke(main, ["trace", *arguments])
+        assert (done.exit_code, done.output.count("\n")) == (2, 1) and str(trace) in done.output
+
+
+def test_doctor_makes_no_directory_for_a_shared_store(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    store = ("--slot-save-path", str(tmp_path), "--shared-store", f"file://{shared}")
+    done = CliRunner().invoke(main, ["doctor", "--shared", *store])
+    said = f"llama-prefix-cache: shared_store: {shared}: no such file or directory\n"
+    assert (done.exit_code, done.output) == (2, said) and not shared.exists()
+
+
 @pytest.mark.parametrize("switch", ["--json", ""])
 def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
     with open("/dev/full", "w") as full:
@@ -284,6 +350,23 @@ def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Pa
         where = ("--slot-save-path", str(tmp_path), "--shared-store", wrong)
         done = CliRunner().invoke(main, [*command, *where])
         assert (done.exit_code, "key_file" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize(
+    ("upstream", "name"),
+    [("http://127.0.0.1:8091", "listen"), ("http://a:1, http://localhost:8092/v1", "admin")],
+)
+def test_upstream_that_is_the_proxy_itself_is_refused(
+    tmp_path: Path, command: str, upstream: str, name: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"slot_save_path: {tmp_path}\nlisten: 0.0.0.0:8091\nadmin: 127.0.0.1:8092\n"
+        f"upstream: {upstream}\n"
+    )
+    done = CliRunner().invoke(main, [command, "--config", str(config)])
+    assert done.exit_code == 2 and f"is the proxy's own `{name}`" in done.output
 
 
 def listing(*listed: ListedCheckpoint) -> str:
@@ -310,9 +393,7 @@ def listing(*listed: ListedCheckpoint) -> str:
 def test_header_that_was_not_looked_for_is_not_called_unknown(n_tokens: int, said: str) -> None:
     parent = f"{NAMESPACE.hex()}/{0 if n_tokens < 2 else 7 << 60:016x}/{SESSION:016x}"
     one = msgspec.structs.replace(LISTED[0], parent=parent, n_header_tokens=n_tokens)
-    assert re.search(
-        rf"^.── {said}, .* ago {{2}}{'7000' if n_tokens > 1 else ''}", listing(one), re.M
-    )
+    assert re.search(rf"^.── {said}, .* ago{'  7000' if n_tokens > 1 else '$'}", listing(one), re.M)
     assert " 0000" not in listing(one)  # it names nothing
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.sharing import SharedLimits
 from proxy.errors import SettingsError
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
@@ -14,6 +15,7 @@ from proxy.settings import (
     admin_token,
     complete_settings,
     parse_pairs,
+    parse_shared_store,
     split_address,
     token_to_show,
 )
@@ -211,6 +213,16 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("aliases: a=b=c", "aliases"),
         ("aliases: a=b c=d", "aliases"),
         ("aliases: a=", "aliases"),
+        ("aliases: {a: null}", "aliases"),
+        ("aliases: {a: yes}", "aliases"),
+        ("aliases: {a: [b]}", "aliases"),
+        ("shared_store: {url: 's3://a/b', key_file: ''}", "shared_store"),  # would not be sealed
+        ("shared_store: {url: 's3://a/b', key_file: ' '}", "shared_store"),
+        ("shared_store: {url: 's3://a/b', key_file: null}", "shared_store"),
+        ("shared_store: {url: 's3://a/b', capacity: much}", "shared_store"),
+        ("shared_store: {url: 's3://a/b', capacity: -5}", "shared_store"),
+        ("shared_store: {url: 's3://a/b', upload_bytes_per_day: 1.2.3GiB}", "shared_store"),
+        ("shared_store: {capacity: 5GiB}", "shared_store"),
     ],
 )
 def test_impossible_value_in_the_file_is_refused_by_name(
@@ -291,3 +303,16 @@ def test_aliases_are_read_in_every_source(
         {"flags": {"aliases": written}},
     ):
         assert parse_pairs(load(tmp_path, **sources).aliases) == aliases
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "shared_store: {capacity: 1.5 GiB, upload_bytes_per_day: 50GB, url: 's3://a/b', key_file: /k}",
+        "shared_store: ' capacity=1.5GiB ,upload_bytes_per_day=50GB , key_file = /k , url=s3://a/b'",
+    ],
+)
+def test_shared_store_is_read_with_its_limits(tmp_path: Path, line: str) -> None:
+    limits = SharedLimits(upload_bytes_per_day=50_000_000_000, capacity=3 << 29)
+    store = load(tmp_path, file=line).shared_store
+    assert parse_shared_store(store) == ("s3://a/b", "/k", limits)

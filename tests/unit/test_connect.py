@@ -1,6 +1,9 @@
 """What clients are told of the proxy, and how that comes into their own files and out again."""
 
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +87,20 @@ def test_link_to_a_file_on_another_file_system_stays_a_link(tmp_path: Path) -> N
             assert path.is_symlink() and "llamacpp" in Path(elsewhere, "mine.json").read_text()
             _undo(path)
         assert list(Path(elsewhere).iterdir()) == list(tmp_path.glob(".*")) == []
+
+
+def test_settings_are_written_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    path = tmp_path / "opencode.json"
+    path.write_text('{"theme": "grün"}', encoding="utf-8")
+    command = f"""
+from pathlib import Path
+from proxy.cli.connect import _write, connect
+with connect.make_context("connect", ["opencode", "--yes"]):
+    _write(Path({str(path)!r}), {{"model": "a"}})
+"""
+    env = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", command], env=env, check=True)
+    assert json.loads(path.read_text(encoding="utf-8")) == {"theme": "grün", "model": "a"}
 
 
 def test_line_that_was_put_above_ours_stays() -> None:

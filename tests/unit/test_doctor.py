@@ -108,6 +108,20 @@ def problems(facts: LlamaServerFacts | Setup) -> list[Finding]:
     return [finding for finding in findings_of(alone(facts)) if finding.severity is not Severity.OK]
 
 
+@pytest.mark.parametrize(
+    "setup",
+    [
+        alone(server(state_bytes=2 * MIB), free_bytes=20 * MIB, reserve_bytes=MIB),
+        replace(stored(7, state_bytes=GIB), free_bytes=0),
+        replace(proxy(forwarding() | {"store": {"size_bytes": GIB}}), free_bytes=0),
+    ],
+)
+def test_disk_with_room_for_a_measured_state_or_in_place_of_stored_ones_is_no_problem(
+    setup: Setup,
+) -> None:
+    assert "disk space" not in [finding.topic for finding in problems(setup)]
+
+
 def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
     findings = findings_of(alone(HEALTHY))
     assert problems(HEALTHY) == []
@@ -207,7 +221,8 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             directory(server(probe_owner_uid=7), mode=0o770),
             *(LIMIT, "directory is open to others", "mode 770", "Here: chmod 2770 /states"),
         ),
-        (directory(free_bytes=MIB), *(BLOCKER, "disk space", "1.0 MiB free", "another disk")),
+        (directory(free_bytes=0), *(BLOCKER, "disk space", "0 bytes free", "another disk")),
+        (directory(free_bytes=MIB), *(LIMIT, "disk space", "1.0 MiB free", "another disk")),
         (
             server(failures=["the cost of a state could not be examined: 500"]),
             *(LIMIT, "probe", "could not be examined", "nobody else uses"),

@@ -198,7 +198,7 @@ def test_address_of_something_else_is_told_in_words(page: bytes, arguments: tupl
         answering.start()
         status, said = told(*arguments, "--admin", f"127.0.0.1:{listener.getsockname()[1]}")
         answering.join()
-    assert status == 69 and said.endswith(" is not llama-prefix-cache\n")
+    assert status == 69 and said.endswith(" is not the admin listener of llama-prefix-cache\n")
 
 
 @pytest.mark.parametrize("page", ["", "<html><p>nginx", "plain words"])
@@ -236,14 +236,14 @@ def test_port_that_is_taken_is_told_before_llama_server_is_started(
 
 
 def test_owner_of_a_port_is_told_with_its_whole_name(tmp_path: Path) -> None:
-    """The kernel keeps 15 characters of it."""
+    """The kernel keeps 15 characters of it, and command lines may be no text."""
     script = tmp_path / "a-name-of-many-letters"
     script.write_text(
         f"#!{sys.executable}\nimport socket, sys\nlistener = socket.create_server(('127.0.0.1', 0))\n"
         "print(listener.getsockname()[1], flush=True)\nsys.stdin.read()\n"
     )
     script.chmod(0o755)
-    with Popen([script], stdin=PIPE, stdout=PIPE) as owner:
+    with Popen([script, b"\xff"], stdin=PIPE, stdout=PIPE) as owner:
         assert owner.stdout is not None
         port = int(owner.stdout.readline())
         said = port_refusal("127.0.0.1", port, OSError(errno.EADDRINUSE, "Address in use"))

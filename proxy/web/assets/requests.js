@@ -8,7 +8,7 @@ import { clock, counted, nameOf, number, percent, seconds } from "./words.js";
 const N_SHOWN = 12;
 const N_MORE = 150;
 const N_COLUMNS = 6;
-const NOT_MISSES = ["hit", "first sight", "not looked up"];
+const NOT_MISSES = ["hit", "first sight", "not looked up", "refused"];
 const NONE_IS_CHOSEN = { onlyMisses: false, client: "", conversation: "" };
 
 export class Requests {
