@@ -43,6 +43,8 @@ from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 N_ANSWER = 32
 N_TOP = 100
 LEAST_TOKENS, MOST_TOKENS = 300, 1500
+MOST_OF_KIND = {"swa": 4000}
+"""So that a restored window of 512 tokens is followed by several batches."""
 LEAST_CUT = 128
 FLOORS = ("-ub 128", "-ub 32")
 WAYS = ("restored", "live", *FLOORS)
@@ -118,15 +120,15 @@ class Cut:
     n_probs: int
 
 
-def random_cuts(server: LlamaServer, seed: int, n_cuts: int) -> list[Cut]:
+def random_cuts(server: LlamaServer, kind: str, seed: int, n_cuts: int) -> list[Cut]:
     """Return prompts of words, each with a random length and a random cut."""
-    rng = random.Random(seed)
+    rng, n_most = random.Random(seed), MOST_OF_KIND.get(kind, MOST_TOKENS)
     n_vocab = server.request("GET", "/v1/models")[1]["data"][0]["meta"]["n_vocab"]
     cuts = []
     for i in range(n_cuts):
-        text = prose(rng.randrange(1 << 30), MOST_TOKENS)
+        text = prose(rng.randrange(1 << 30), n_most)
         reply = server.request("POST", "/tokenize", {"content": f"{i} {text}"})[1]
-        prompt = reply["tokens"][: rng.randint(LEAST_TOKENS, MOST_TOKENS)]
+        prompt = reply["tokens"][: rng.randint(LEAST_TOKENS, n_most)]
         n_first = rng.randint(LEAST_CUT, len(prompt) - 1)
         cuts.append(Cut(tuple(prompt), n_first, n_vocab if (seed, i) == (1, 0) else N_TOP))
     return cuts
@@ -176,7 +178,7 @@ async def measure_seed(
     for server in (plain, behind, *others.values()):
         leftovers.callback(server.kill)
     await asyncio.to_thread(plain.start)
-    cuts = await asyncio.to_thread(random_cuts, plain, seed, n_cuts)
+    cuts = await asyncio.to_thread(random_cuts, plain, kind, seed, n_cuts)
 
     def alone(server: LlamaServer, *, is_live: bool = False) -> list[Answer]:
         if not server.is_running:

@@ -82,7 +82,7 @@ PARTS = (
         (*_EVICTION, *_SOME),
     ),
     Part(
-        *("eviction, own traces", ("eviction, agents, full", "eviction, agents, hybrid"), 1, 2),
+        *("eviction, own traces", ("eviction, agents, full", "eviction, agents, hybrid"), 1, 4),
         _AGENTS,
         (*_AGENTS, *_SOME),
     ),
@@ -93,7 +93,7 @@ PARTS = (
     ),
     Part("wear", ("wear",), 1, 2, _WEAR, _WEAR),
     Part(
-        *("KL", ("divergence",), N_CORES, 30),
+        *("KL", ("divergence",), N_CORES, 34),
         (_KL,),
         (_KL, "--seeds", "1", "--cuts", "2", "--kind", "hybrid"),
     ),

@@ -7,8 +7,8 @@ import pytest
 
 from tests.bench.eviction.__main__ import judged
 from tests.bench.eviction.play import play, play_optimum
-from tests.bench.eviction.policies import POLICIES
-from tests.bench.eviction.shelf import MEMORIES
+from tests.bench.eviction.policies import POLICIES, Lru
+from tests.bench.eviction.shelf import MEMORIES, File, Memory
 from tests.bench.eviction.trace import BLOCK_TOKENS, Asked, n_distinct_blocks
 
 FULL = MEMORIES["full"]
@@ -74,6 +74,20 @@ def test_optimum_keeps_what_is_wanted_soonest() -> None:
     trace = [replace(a, n_prompt=a.n_prompt + 1) for a in trace]
     assert play_optimum(trace, 1).n_reused == BLOCK_TOKENS
     assert play_optimum(trace, 2).n_reused == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_a_longer_state_takes_the_place_of_its_conversations_shorter_one(memory: Memory) -> None:
+    gone = list[list[int]]()
+
+    class Watched(Lru):
+        def on_put(self, file: File, replaced: list[File], now: float) -> None:
+            gone.append([each.checkpoint.n_prompt for each in replaced])
+            super().on_put(file, replaced, now)
+
+    trace = [asked(0, 1), asked(1, 1, 2), asked(2, 9), asked(3, 1, 2, 3), asked(4, 1, 8)]
+    play(trace, memory, Watched, 1 << 60)
+    assert gone == [[], [BLOCK_TOKENS], [], [2 * BLOCK_TOKENS], []]
 
 
 def test_bar_is_that_of_the_better_rival_and_of_the_optimum() -> None:

@@ -5,14 +5,10 @@ from heapq import heappop, heappush
 
 from proxy.core.eviction import superseded
 from proxy.core.model import Candidate, usable_tokens
-from proxy.core.rates import Rates
 from proxy.core.tokens import count_blocks
 from tests.bench.eviction.policies import Policy
-from tests.bench.eviction.shelf import File, Memory, Shelf
+from tests.bench.eviction.shelf import RATES, File, Memory, Shelf
 from tests.bench.eviction.trace import BLOCK_TOKENS, Asked
-
-RATES = Rates()
-"""The product's defaults: 500 tokens a second wherever they lie, so that a second is 500 tokens."""
 
 
 @dataclass(slots=True)
@@ -53,7 +49,7 @@ def play(trace: list[Asked], memory: Memory, kind: type[Policy], budget_bytes: i
             used = replace(file.checkpoint, last_used_at=asked.at)
             shelf.replace(File(used, file.asked))
             policy.on_use(shelf.files[used.id], asked.at)
-        new = shelf.make(asked)
+        new = shelf.make(asked, candidates)
         if new.checkpoint.size_bytes > budget_bytes:
             continue
         saved.n_written_bytes += new.checkpoint.size_bytes

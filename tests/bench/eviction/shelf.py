@@ -1,13 +1,19 @@
 """The states that a store holds while a trace is played, as values of the product's own core."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from proxy.core.eviction import Relative
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
-from proxy.core.tokens import Namespace, count_blocks
+from proxy.core.rates import Rates
+from proxy.core.saving import likely_cuts, points_of_others, select_points
+from proxy.core.slots import Known
+from proxy.core.tokens import Namespace, count_blocks, tokens_from_bytes
 from tests.bench.eviction.trace import BLOCK_TOKENS, Asked
 
+RATES = Rates()
+"""The product's defaults: 500 tokens a second wherever they lie, so that a second is 500 tokens."""
+_NAMESPACE = Namespace(b"trace")
 _N_COMPARED = 8
 """Of those that share most; the store compares 32, to the same end on these traces."""
 
@@ -61,16 +67,34 @@ class Shelf:
     _by_block: dict[int, dict[CheckpointId, None]] = field(default_factory=dict)
     _n_made: int = 0
 
-    def make(self, asked: Asked) -> File:
-        """Return the state after a request, which is not put anywhere yet."""
+    def make(self, asked: Asked, candidates: Sequence[Candidate]) -> File:
+        """Return the state after a request, which is not put anywhere yet.
+
+        As the product's saves do, it goes on from the nearest of the *candidates*, whose cuts it knows, and
+        has those context checkpoints, its own and theirs, that are worth their bytes.
+        """
         self._n_made += 1
         n_tokens = asked.n_prompt + asked.n_answer
+        header, turn_start = asked.n_header, asked.turn_start or asked.n_prompt
+        nearest = [
+            (c.n_common, (*c.checkpoint.marks, c.checkpoint.turn_start)) for c in candidates[:1]
+        ]
+        marks = {n_cut for n_common, cuts in nearest for n_cut in cuts if n_cut <= n_common}
+        content = Known(
+            tokens_from_bytes(bytes(4 * asked.n_prompt)),
+            _NAMESPACE,
+            header=header,
+            turn_start=turn_start,
+            marks=tuple(sorted(marks - {0, header, turn_start})),
+        )
+        own = dict.fromkeys({header, turn_start, asked.n_prompt} - {0}, self.memory.point_bytes)
+        likely = likely_cuts(content, CheckpointKind.CONVERSATION)
+        selected = select_points(own, points_of_others(candidates), likely, RATES)
         has_points = self.memory.rule.kind is RuleKind.RESTORE_POINTS
-        places = sorted({asked.n_header, asked.n_prompt} - {0})
-        points = tuple(places) if has_points else ()
+        points = tuple(sorted(selected)) if has_points else ()
         checkpoint = Checkpoint(
             id=CheckpointId(self._n_made),
-            namespace=Namespace(b"trace"),
+            namespace=_NAMESPACE,
             kind=CheckpointKind.CONVERSATION,
             n_tokens=n_tokens,
             restore_points=points,
@@ -80,8 +104,9 @@ class Shelf:
             created_at=asked.at,
             last_used_at=asked.at,
             n_prompt=asked.n_prompt,
-            header=asked.n_header,
-            turn_start=asked.n_prompt,
+            header=header,
+            turn_start=turn_start,
+            marks=content.marks,
             n_messages=2 * asked.n_turns,
         )
         return File(checkpoint, asked)

@@ -32,6 +32,8 @@ class Asked:
     blocks: tuple[int, ...]
     n_header: int = 0
     """Where tools and system prompt end; 0 if the trace does not tell."""
+    turn_start: int = 0
+    """Where the last user message ends; 0 if the trace does not tell."""
     n_turns: int = 1
     """How many requests this one goes on from, itself included: its messages tell."""
 
@@ -80,12 +82,15 @@ def _of_agents() -> Iterator[Asked]:
     for name, trace in TRACES.items():
         for request in () if name in _LIVE else trace().requests():
             at += _PAUSE_SECONDS
-            text = json.dumps([request.tools, *request.messages])
-            begin = json.dumps([request.tools, *request.messages[:1]])
-            n_header = len(begin) // 4 if request.messages[0]["role"] == "system" else 0
+            messages, is_user = request.messages, [m["role"] == "user" for m in request.messages]
+            n_before = len(is_user) - is_user[::-1].index(True)
+            text, before, begin = (
+                json.dumps([request.tools, *messages[:n]]) for n in (None, n_before, 1)
+            )
+            n_header = len(begin) // 4 if messages[0]["role"] == "system" else 0
             ends = range(_BLOCK_CHARACTERS, len(text) + _BLOCK_CHARACTERS, _BLOCK_CHARACTERS)
             blocks = tuple(xxhash.xxh3_64_intdigest(text[:end].encode()) for end in ends)
-            yield Asked(at, len(text) // 4, _ANSWER_TOKENS, blocks, n_header)
+            yield Asked(at, len(text) // 4, _ANSWER_TOKENS, blocks, n_header, len(before) // 4)
 
 
 def n_distinct_blocks(trace: list[Asked]) -> int:
