@@ -21,7 +21,7 @@ import sys
 import urllib.request
 
 N_FIRST, N_BACK, N_MORE = 3100, 300, 1100
-ROUNDING = 0.02
+ROUNDING = 0.05
 
 
 def post(url: str, body: dict) -> dict:

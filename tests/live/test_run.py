@@ -24,7 +24,7 @@ from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
 from tests.live.conftest import ONE_KIND
-from tests.live.test_window_repair import LOGPROB_BAR, distance
+from tests.live.test_window_repair import WRONG_BAR, distance
 
 N_BEFORE = 3
 AT_DEFAULT = {"LLAMA_PREFIX_CACHE_LOG_LEVEL": "info"}
@@ -94,7 +94,7 @@ def test_prompt_that_goes_back_inside_a_sliding_window_is_answered_as_alone(
     in_slot = run.post("/completion", body)
     assert in_slot["timings"]["cache_n"] >= 2800
     alone = run.post("/completion", body | {"cache_prompt": False})
-    assert distance(in_slot, alone) <= LOGPROB_BAR
+    assert distance(in_slot, alone) <= WRONG_BAR
 
 
 def test_commands_know_where_run_keeps_states_and_what_it_stands_before(

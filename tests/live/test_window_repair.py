@@ -25,6 +25,8 @@ from tests.live.conftest import StartRig, in_long
 WINDOW = 512
 N_MORE = 300
 LOGPROB_BAR = 0.012
+WRONG_BAR = 0.1
+"""Other batches round otherwise, by up to 0.03; a window that lacks cells makes 0.2 to 0.7."""
 N_COMPARED = 8
 N_SECTIONS = {"full": 1, "swa": 2, "recurrent": 1, "hybrid": 2, "hybrid_no_mrope": 2}
 """How many sections a state of each kind of memory has."""
@@ -234,8 +236,7 @@ async def test_many_new_tokens_behind_a_restored_window_are_answered_as_alone(
                 tokens[:-4], n_predict=0
             )  # as the proxy does: other batches round otherwise
             cold = alone.complete(tokens)
-            assert distance(warm, cold) <= LOGPROB_BAR
-            assert warm["content"] == cold["content"]
+            assert distance(warm, cold) <= WRONG_BAR
 
 
 LONGER_THAN_PROBED = ("--override-kv", "gemma3.attention.sliding_window=int:5000")
