@@ -244,9 +244,16 @@ def parse_pairs(values: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def parse_urls(urls: str) -> list[str]:
-    """Return the base URLs of `upstream`."""
-    return [url.rstrip("/") for url in parse_list(urls)]
+def upstream_urls(settings: Settings) -> list[str]:
+    """Return the base URLs of `upstream`; raises SettingsError if one is the proxy's own address."""
+    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
+    urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
+    for url in urls:
+        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
+        if address in own:  # it would ask itself without end
+            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
+            raise SettingsError(f"upstream: {url} {says}")
+    return urls
 
 
 def parse_shared_store(text: str) -> tuple[str, str, SharedLimits]:

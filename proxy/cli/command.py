@@ -34,7 +34,6 @@ from proxy.settings import (
     is_size,
     kinds_of,
     merge_settings,
-    parse_urls,
     reachable,
     size_in_words,
     split_address,
@@ -89,14 +88,7 @@ def settings_of(
         default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory == "any" or (directory != "given" and default_directory().is_dir()):
         merged.setdefault("slot_save_path", str(default_directory()))
-    settings = complete_settings(merged, needs_directory=directory != "any")
-    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
-    for url in parse_urls(settings.upstream) if directory != "any" else ():
-        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
-        if address in own:  # it would ask itself without end
-            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
-            raise SettingsError(f"upstream: {url} {says}")
-    return settings
+    return complete_settings(merged, needs_directory=directory != "any")
 
 
 # The output of commands: tables for people, JSON for programs.
