@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +51,11 @@ class Section(msgspec.Struct, frozen=True):
     n_layers: int
     rotations: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]
+
+
+def has_window(layout: Sequence[Section] | None) -> bool:
+    """Return whether states with these sections have a sliding window: a second attention cache."""
+    return [section.kind for section in layout or ()][:2] == ["attention"] * 2
 
 
 class FoundSection(msgspec.Struct, frozen=True):

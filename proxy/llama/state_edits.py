@@ -22,6 +22,7 @@ from proxy.llama.files import (
     FoundSection,
     Reader,
     StateFile,
+    has_window,
     read_sections,
     read_state,
     read_state_file,
@@ -191,18 +192,13 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
 # on. In the order of their positions no cell is dropped too early.
 
 
-def has_window(state: StateFile) -> bool:
-    """Return whether a state has a sliding window: a second attention section."""
-    return [s.kind for s in state.layout or ()][:2] == ["attention"] * 2
-
-
 def order_windows(path: Path, state: StateFile) -> bool:
     """Put the cells of all windows of a state file, in context checkpoints too, in order of position.
 
     Returns whether the file changed; its parts keep their places and lengths. Raises OSError if it cannot
     be read or written; the file is then garbage.
     """
-    if not has_window(state):
+    if not has_window(state.layout):
         return False
     with path.open("r+b") as file:
         found = [*(state.sections or ())[1:2]]
@@ -293,10 +289,10 @@ def _cut_window(state: StateFile) -> FoundSection | None:
     It is the second attention section; behind it is nothing or a recurrent section
     (llama-kv-cache-iswa.cpp, llama-memory-hybrid-iswa.cpp). None if there is no such section.
     """
-    sections = state.sections or ()
-    kinds = [found.section.kind for found in sections]
-    if kinds[:2] != ["attention"] * 2 or kinds[2:] not in ([], ["recurrent"]):
+    if not has_window(state.layout):
         return None
-    whole, window = sections[:2]
+    whole, window, *others = state.sections or ()
+    if [found.section.kind for found in others] not in ([], ["recurrent"]):
+        return None
     is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
     return window if is_cut else None

@@ -39,8 +39,7 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_i
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
-from proxy.llama.files import StateFile, fingerprint_model, read_state_file
-from proxy.llama.state_edits import has_window
+from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
 from proxy.log import get_logger
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
@@ -257,7 +256,7 @@ def _static(identity: Identity, state: StateFile) -> str:
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
     # States from before windows were put in order can answer wrongly: they must not be found.
-    ordered = ("in order",) if has_window(state) else ()
+    ordered = ("in order",) if has_window(state.layout) else ()
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 

@@ -319,6 +319,12 @@ def test_shortest_state_of_a_rule_is_told() -> None:
     assert "under" not in text_of(memory(RESTORE_POINTS), "memory rule")
 
 
+def test_batches_that_a_sliding_window_needs_are_told() -> None:
+    said = "if -b is larger than -ub, some answers are wrong"
+    assert said in text_of(memory(RESTORE_POINTS, sections=SLIDING), "slot files")
+    assert "-ub" not in text_of(memory(RESTORE_POINTS), "slot files")
+
+
 def text_of(facts: LlamaServerFacts | Setup, topic: str) -> str:
     (text,) = [finding.text for finding in findings_of(alone(facts)) if finding.topic == topic]
     return text
