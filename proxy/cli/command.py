@@ -337,11 +337,8 @@ class RunningProxy:
         return False
 
     def fail_foreign(self) -> NoReturn:
-        what = (
-            "the admin listener of llama-prefix-cache"
-            if self._is_admin
-            else "llama-server or a proxy"
-        )
+        admin = "the admin listener of llama-prefix-cache"
+        what = admin if self._is_admin else "llama-server or a proxy"
         fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
 
 
