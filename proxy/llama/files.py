@@ -71,11 +71,6 @@ class FoundSection(msgspec.Struct, frozen=True):
     offset: int = 0
     cell_bytes: int = 0
 
-    @property
-    def end(self) -> int:
-        """The end of the cells; the rest of the section follows."""
-        return self.offset + self.n_cells * self.cell_bytes
-
 
 class Reader:
     """Little-endian numbers from a file; every read and skip stays inside the file."""
