@@ -315,7 +315,7 @@ class RunningProxy:
         except (HTTPException, OSError) as error:
             nobody = f"answers at {self.url}: {in_words(error)}."
             if not self._is_admin:
-                fail(f"nothing {nobody} Check the URL, and start what is there", Exit.UNAVAILABLE)
+                fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
             fail(
                 f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
                 " is another. Without a proxy, `ls`, `pin`, `unpin`, `rm` and `purge` take"

@@ -239,7 +239,7 @@ def test_server_that_does_not_answer_is_named_as_it_was_given(tmp_path: Path) ->
     for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
         done = CliRunner().invoke(main, ["trace", "replay", str(trace), url])
         said = (
-            f"nothing answers at {url}: connection refused. Check the URL, and start what is there"
+            f"nothing answers at {url}: connection refused. Check the URL, and that the server runs"
         )
         assert (done.exit_code, done.output) == (69, f"llama-prefix-cache: {said}\n")
 
