@@ -37,7 +37,7 @@ _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 _ALIASES = rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"
 _SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
 _SHARED_SIZES = ("upload_bytes_per_day", "upload_bytes_per_second", "capacity")
-_SIZE = r"\d{1,15}(\.\d{1,15})?\s*[kKmMgGtT]?i?[bB]?"
+_SIZE = r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kKmMgGtT]?)([iI]?)([bB]?)"
 _SHARED_SIZE = rf"({'|'.join(_SHARED_SIZES)})\s*=\s*{_SIZE}"
 _SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|key_file\s*=\s*[^,\s][^,]*|{_SHARED_SIZE})\s*"
 _SHARED_STORE = rf"\s*({_SHARED_URL}|(?=(.*,)?\s*url\s*=){_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*"
@@ -219,12 +219,11 @@ def size_in_words(n_bytes: float) -> str:
 
 def parse_size(text: str) -> int:
     """Return a size such as 20GiB, 20GB or 500 in bytes; raises ValueError."""
-    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
-    if found is None:
+    if (found := re.fullmatch(_SIZE, text.strip())) is None:
         raise ValueError(text)
     number, prefix, binary, unit = found.groups()
     base = 1000 if unit and not binary else 1024
-    return int(float(number) * base ** " kmgt".index(prefix or " "))
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -461,7 +460,7 @@ def _plain(source: str, name: str, value: Any) -> Any:
         return value
     try:
         return parse_size(value)
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise SettingsError(f"{source}: {_complaint(name, value)}") from error
 
 
