@@ -144,9 +144,8 @@ def open_bucket(settings: Settings, *, only_looks: bool = False) -> "tuple[Bucke
     from proxy.shared.bucket import Bucket
     from proxy.shared.objects import Sealing, read_key
 
-    return Bucket(url, only_looks=only_looks), Sealing(
-        read_key(Path(key_file)) if key_file else b""
-    )
+    sealing = Sealing(read_key(Path(key_file)) if key_file else b"")
+    return Bucket(url, only_looks=only_looks), sealing
 
 
 @asynccontextmanager
