@@ -38,8 +38,8 @@ from proxy.settings import (
     parse_list,
     parse_pairs,
     parse_shared_store,
-    parse_urls,
     split_address,
+    upstream_urls,
 )
 from proxy.stabilize.model import parse_switches
 from proxy.store.files import is_private
@@ -71,9 +71,9 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
 
     With a *launch*, llama-server is being started like that: the first requests wait for it. Raises
     StoreLocked if another proxy uses the directory, OSError if a port is taken, SettingsError if a file
-    that was given has no token.
+    that was given has no token, or a URL of `upstream` is the proxy's own.
     """
-    metrics = Metrics()
+    urls, metrics = upstream_urls(settings), Metrics()
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
@@ -83,7 +83,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     try:
         async with new_session() as client:
             key = settings.upstream_api_key
-            roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
+            roots = [LlamaServer(client, Target(url), key) for url in urls]
             async with _serve(settings, shared, Pool(settings, shared, roots, launch)) as running:
                 yield running
     finally:
@@ -144,9 +144,8 @@ def open_bucket(settings: Settings, *, only_looks: bool = False) -> "tuple[Bucke
     from proxy.shared.bucket import Bucket
     from proxy.shared.objects import Sealing, read_key
 
-    return Bucket(url, only_looks=only_looks), Sealing(
-        read_key(Path(key_file)) if key_file else b""
-    )
+    sealing = Sealing(read_key(Path(key_file)) if key_file else b"")
+    return Bucket(url, only_looks=only_looks), sealing
 
 
 @asynccontextmanager

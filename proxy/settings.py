@@ -36,8 +36,8 @@ _OPEN_PATHS = rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
 _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 _ALIASES = rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"
 _SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
-_SHARED_SIZES = ("upload_bytes_per_day", "upload_bytes_per_second", "capacity")
-_SIZE = r"\d{1,15}(\.\d{1,15})?\s*[kKmMgGtT]?i?[bB]?"
+_SHARED_SIZES = tuple(SharedLimits.__dataclass_fields__)
+_SIZE = r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kKmMgGtT]?)([iI]?)([bB]?)"
 _SHARED_SIZE = rf"({'|'.join(_SHARED_SIZES)})\s*=\s*{_SIZE}"
 _SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|key_file\s*=\s*[^,\s][^,]*|{_SHARED_SIZE})\s*"
 _SHARED_STORE = rf"\s*({_SHARED_URL}|(?=(.*,)?\s*url\s*=){_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*"
@@ -219,12 +219,11 @@ def size_in_words(n_bytes: float) -> str:
 
 def parse_size(text: str) -> int:
     """Return a size such as 20GiB, 20GB or 500 in bytes; raises ValueError."""
-    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
-    if found is None:
+    if (found := re.fullmatch(_SIZE, text.strip())) is None:
         raise ValueError(text)
     number, prefix, binary, unit = found.groups()
     base = 1000 if unit and not binary else 1024
-    return int(float(number) * base ** " kmgt".index(prefix or " "))
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -244,9 +243,16 @@ def parse_pairs(values: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def parse_urls(urls: str) -> list[str]:
-    """Return the base URLs of `upstream`."""
-    return [url.rstrip("/") for url in parse_list(urls)]
+def upstream_urls(settings: Settings) -> list[str]:
+    """Return the base URLs of `upstream`; raises SettingsError if one is the proxy's own address."""
+    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
+    urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
+    for url in urls:
+        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
+        if address in own:  # it would ask itself without end
+            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
+            raise SettingsError(f"upstream: {url} {says}")
+    return urls
 
 
 def parse_shared_store(text: str) -> tuple[str, str, SharedLimits]:
@@ -454,7 +460,7 @@ def _plain(source: str, name: str, value: Any) -> Any:
         return value
     try:
         return parse_size(value)
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise SettingsError(f"{source}: {_complaint(name, value)}") from error
 
 

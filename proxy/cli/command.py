@@ -34,7 +34,6 @@ from proxy.settings import (
     is_size,
     kinds_of,
     merge_settings,
-    parse_urls,
     reachable,
     size_in_words,
     split_address,
@@ -89,14 +88,7 @@ def settings_of(
         default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
     if directory == "any" or (directory != "given" and default_directory().is_dir()):
         merged.setdefault("slot_save_path", str(default_directory()))
-    settings = complete_settings(merged, needs_directory=directory != "any")
-    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
-    for url in parse_urls(settings.upstream) if directory != "any" else ():
-        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
-        if address in own:  # it would ask itself without end
-            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
-            raise SettingsError(f"upstream: {url} {says}")
-    return settings
+    return complete_settings(merged, needs_directory=directory != "any")
 
 
 # The output of commands: tables for people, JSON for programs.
@@ -323,7 +315,7 @@ class RunningProxy:
         except (HTTPException, OSError) as error:
             nobody = f"answers at {self.url}: {in_words(error)}."
             if not self._is_admin:
-                fail(f"nothing {nobody} Check the URL, and start what is there", Exit.UNAVAILABLE)
+                fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
             fail(
                 f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
                 " is another. Without a proxy, `ls`, `pin`, `unpin`, `rm` and `purge` take"
@@ -345,11 +337,8 @@ class RunningProxy:
         return False
 
     def fail_foreign(self) -> NoReturn:
-        what = (
-            "the admin listener of llama-prefix-cache"
-            if self._is_admin
-            else "llama-server or a proxy"
-        )
+        admin = "the admin listener of llama-prefix-cache"
+        what = admin if self._is_admin else "llama-server or a proxy"
         fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
 
 

@@ -176,9 +176,8 @@ def _put(path: Path, text: str) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
     part = path.resolve().with_name(f".{path.name}.new")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    with open(
-        os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8"
-    ) as file:
+    opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(opened, "w", encoding="utf-8") as file:
         file.write(text)
     part.replace(path.resolve())
 

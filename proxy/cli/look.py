@@ -26,9 +26,7 @@ from proxy.cli.command import (
     age_in_words,
     answer,
     checkpoints_in_words,
-    console,
     fail,
-    in_lines,
     json_option,
     proxy_of,
     setting_options,
@@ -293,7 +291,7 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
     if is_shared:
         return _tell_shares(settings)
     setup = _until_interrupted(examine(settings, model=model or ""))
-    answer(json_report(setup), report(setup, console()))
+    answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
 
 
@@ -336,20 +334,19 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
         fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
 
 
-def report(setup: Setup, shown: Console) -> str:
-    """Return the verdict and every finding with its cure, formatted for *shown*."""
+def report(setup: Setup) -> Group:
+    """Return the verdict and every finding with its cure."""
     findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
     n_columns = max(len(finding.topic) for finding in findings)
-    lines: list[RenderableType] = [
-        Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1])
-    ]
+    verdict = Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1])
+    lines: list[RenderableType] = [verdict]
     for about, group in groupby(findings, key=lambda finding: finding.about):
         lines.append(Text())
         if has_headings:
             lines.append(Text(about or "all", style="bold underline"))
         lines.append(table_of(_row(finding, n_columns) for finding in group))
-    return in_lines(Group(*lines), shown)
+    return Group(*lines)
 
 
 def _row(finding: Finding, n_columns: int) -> list[Text]:

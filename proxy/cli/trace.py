@@ -118,7 +118,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
     tell(send_all(_read(file), RunningProxy(url, api_key, is_admin=False), model, speed))
 
 
-_N_AT_ONCE = 64
+_N_AT_ONCE, _ERRORS = 64, range(400, 600)
 _Sent = tuple[int, int, float]
 """Prompt tokens, the reused ones among them, and the seconds until the first token of the answer."""
 
@@ -165,11 +165,7 @@ def send_all(
 
 
 def _send(
-    server: RunningProxy,
-    model: str,
-    text: str,
-    n_answer: int,
-    refusals: Sequence[int] = range(400, 600),
+    server: RunningProxy, model: str, text: str, n_answer: int, refusals: Sequence[int] = _ERRORS
 ) -> _Sent | None:
     """Send one request; return None if it was refused with one of *refusals*, exit at another."""
     length = {"max_tokens": max(1, n_answer), "ignore_eos": True, "temperature": 0}

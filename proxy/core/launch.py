@@ -132,11 +132,15 @@ def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
     model = posixpath.basename(launch.model_path) or named or "the models that it finds"
     slots, context = given.get("--parallel"), given.get("--ctx-size")
     # Without a number, as in -np -1, llama-server chooses.
-    n_slots = int(slots.value) if slots and slots.value.isdecimal() else int(slots is None)
-    n_tokens = int(context.value) if context and context.value.isdecimal() else 0
-    launch.n_ctx = n_tokens // (1 if _unified_by(given) else max(1, n_slots))
+    n_slots = _number(slots) if slots else 1
+    launch.n_ctx = _number(context) // (1 if _unified_by(given) else max(1, n_slots))
     length = f"{launch.n_ctx:,} tokens" if launch.n_ctx else "the model's whole context"
     return f"{model}, {n_slots or 'some'} slot{'s' * (n_slots != 1)} of {length}"
+
+
+def _number(option: Given | None) -> int:
+    """Return the number that an option has; 0 if it is not given, or has none."""
+    return int(option.value) if option and option.value.isdecimal() else 0
 
 
 def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:
@@ -239,14 +243,14 @@ def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection
     With several, it sometimes drops cells of the window that the first still needs, and answers wrongly
     (docs/upstream/window_purged_too_early.py).
     """
-    physical = given.get("--ubatch-size")
-    size = physical.value if physical else str(UBATCH_TOKENS)
-    if "--batch-size" not in given:
-        _add(launch, known, "-b", size)
-    elif given["--batch-size"].value != size:
+    logical = given.get("--batch-size")
+    n_physical = _number(given.get("--ubatch-size")) or UBATCH_TOKENS
+    if logical is None:
+        _add(launch, known, "-b", str(n_physical))
+    elif _number(logical) > n_physical:
         launch.warnings.append(
-            f"{given['--batch-size']}: this model has a sliding window, and answers are sometimes wrong"
-            f" unless -b is as small as -ub: -b {size}"
+            f"{logical}: this model has a sliding window, and answers are sometimes wrong unless -b is as"
+            f" small as -ub: -b {n_physical}"
         )
 
 

@@ -55,7 +55,7 @@ from proxy.servers.attach import measure_rule
 from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.shared import new_shared, quarantined_in_words
-from proxy.settings import Settings, parse_urls, reachable, token_to_show
+from proxy.settings import Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -71,7 +71,7 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
     """Return the facts about the llama-servers and the directory of *settings*.
 
     At a host of models, examine only *model* if it is named. A problem that a person can mend is a fact,
-    and is not raised.
+    and is not raised; SettingsError is, if the proxy's own address is to be examined.
     """
     # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
@@ -86,7 +86,7 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
             stored = _examine_directory(setup)
             if setup.problem or setup.lock:
                 return setup
-            urls = parse_urls(settings.upstream)
+            urls = upstream_urls(settings)
             for url in urls:
                 root = LlamaServer(session, Target(url), settings.upstream_api_key)
                 upstreams, host = await reach(root, model)

@@ -5,7 +5,7 @@ them. Pure. None in a fact always means "not known" or "not examined", never no.
 proxy from caching is reported in the words of `core.conditions`, with its cure.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -16,7 +16,7 @@ from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import Rule, RuleKind
 from proxy.core.rates import seconds_in_words
 from proxy.health import Degradation
-from proxy.llama.files import SUPPORTED_VERSIONS, Section
+from proxy.llama.files import SUPPORTED_VERSIONS, Section, has_window
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import is_private
 from proxy.store.known_models import Owner
@@ -68,11 +68,6 @@ class LlamaServerFacts:
     n_usable: int = 0
     usable_bytes: int = 0
     has_ram_cache: bool | None = None
-
-    @property
-    def section_kinds(self) -> list[str]:
-        """The kinds of the memory sections, "attention" or "recurrent"; empty if not understood."""
-        return [section.kind for section in (self.layout[1] if self.layout else None) or ()]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -248,7 +243,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")
     if facts.layout is not None:
         yield _ram_cache_finding(facts)
-        yield from _memory_findings(facts, facts.layout[0])
+        yield from _memory_findings(facts, *facts.layout)
         yield _checkpoints_finding(facts, setup)
         yield ok("directory", f"A slot saved by llama-server appears in {path} and can be removed.")
     for failure in facts.failures:
@@ -303,17 +298,17 @@ def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
     return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
 
 
-def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
+def _memory_findings(
+    facts: LlamaServerFacts, version: int, layout: Sequence[Section] | None
+) -> Iterator[Finding]:
     """Yield the form of a state file, its rule, and its cost."""
     if version in SUPPORTED_VERSIONS:
-        kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
+        kinds = " + ".join(section.kind for section in layout or ())
         drafts = " Saved with the draft state of speculative decoding." * facts.has_drafting
-        # Models with a sliding window have two attention caches.
-        is_windowed = facts.section_kinds.count("attention") >= 2
-        batches = (
-            " Start it with -b as small as -ub, 512: else some answers are wrong." * is_windowed
-        )
-        yield ok("slot files", f"Version {version}; memory: {kinds}.{drafts}{batches}")
+        batches = " A sliding window: if -b is larger than -ub, some answers are wrong."
+        batches *= has_window(layout)
+        memory = kinds or "of a kind that is not known"
+        yield ok("slot files", f"Version {version}; memory: {memory}.{drafts}{batches}")
     else:
         text = f"Version {version} is not known here: states are restored at their end only."
         cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."
@@ -323,7 +318,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         if n_least := facts.rule.end_holds_from:
             text += f" A state under {n_least:,} tokens cannot be continued at its end."
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
-        cure += "; or with --swa-full" * (facts.section_kinds.count("attention") >= 2)
+        cure += "; or with --swa-full" * has_window(layout)
         yield fine_unless(facts.rule.kind is RuleKind.END_ONLY, "memory rule", text, cure)
     if facts.state_bytes:
         text = (

@@ -402,7 +402,7 @@ def in_words(record: RequestRecord) -> str:
     if record.kind is Kind.AHEAD:
         ahead = f"{record.evaluated:,} tokens of the next prompt"
         return f"{api}  {ahead}, {record.kind.value} in {took}"
-    if (record.status or 200) >= 400:
+    if record.cause is Cause.REFUSED:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
         return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,11 @@ class Section(msgspec.Struct, frozen=True):
     rows: tuple[tuple[int, int], ...]
 
 
+def has_window(layout: Sequence[Section] | None) -> bool:
+    """Return whether states with these sections have a sliding window: a second attention cache."""
+    return [section.kind for section in layout or ()][:2] == ["attention"] * 2
+
+
 class FoundSection(msgspec.Struct, frozen=True):
     """A section, and its position in a file.
 
@@ -65,11 +70,6 @@ class FoundSection(msgspec.Struct, frozen=True):
     n_cells: int
     offset: int = 0
     cell_bytes: int = 0
-
-    @property
-    def end(self) -> int:
-        """The end of the cells; the rest of the section follows."""
-        return self.offset + self.n_cells * self.cell_bytes
 
 
 class Reader:

@@ -348,11 +348,6 @@ def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
     return msgspec.json.encode({**fields, _LIMITS[route]: 1})
 
 
-def without_reuse(body: GenerationBody) -> bytes:
-    """Return the body with `cache_prompt` off."""
-    return msgspec.json.encode({**body.fields, "cache_prompt": False})
-
-
 Aliases = Mapping[str, str]
 
 

@@ -1,5 +1,6 @@
 """Changes of a saved state file: context checkpoints removed or added, windows put in order or repaired."""
 
+import os
 import shutil
 import struct
 from array import array
@@ -22,6 +23,7 @@ from proxy.llama.files import (
     FoundSection,
     Reader,
     StateFile,
+    has_window,
     read_sections,
     read_state,
     read_state_file,
@@ -191,18 +193,13 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
 # on. In the order of their positions no cell is dropped too early.
 
 
-def has_window(state: StateFile) -> bool:
-    """Return whether a state has a sliding window: a second attention section."""
-    return [s.kind for s in state.layout or ()][:2] == ["attention"] * 2
-
-
 def order_windows(path: Path, state: StateFile) -> bool:
     """Put the cells of all windows of a state file, in context checkpoints too, in order of position.
 
     Returns whether the file changed; its parts keep their places and lengths. Raises OSError if it cannot
     be read or written; the file is then garbage.
     """
-    if not has_window(state):
+    if not has_window(state.layout):
         return False
     with path.open("r+b") as file:
         found = [*(state.sections or ())[1:2]]
@@ -213,38 +210,35 @@ def order_windows(path: Path, state: StateFile) -> bool:
 
 
 def _put_in_order(file: BinaryIO, window: FoundSection) -> bool:
+    section, n_cells, cell_bytes = window.section, window.n_cells, window.cell_bytes
     file.seek(window.offset)
-    cells = array("i", file.read(window.n_cells * window.cell_bytes))
-    positions = cells[:: window.cell_bytes // 4]
+    positions = array("i", file.read(n_cells * cell_bytes))[:: cell_bytes // 4]
     steps = (i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1)
-    runs = [slice(*bounds) for bounds in pairwise([0, *steps, window.n_cells])]
-    ordered = sorted(runs, key=lambda run: positions[run])
+    runs = list(pairwise([0, *steps, n_cells]))
+    ordered = sorted(runs, key=lambda run: positions[run[0]])
     if ordered == runs:
         return False
-    _move(file, window.offset, ordered, 1, window.n_cells, window.cell_bytes)
-    section = window.section
-    offset = window.end + 8 + 4 * len(section.rotations)  # behind is_v_transposed and n_layers
+    _move(file, window.offset, ordered, 1, cell_bytes)
+    file.seek(8 + 4 * len(section.rotations), os.SEEK_CUR)  # over is_v_transposed and n_layers
     for index, (_, row_bytes) in enumerate(section.rows):
-        file.seek(offset)
         _, element_bytes, n_strips = struct.unpack("<iII", file.read(12))
         if not section.is_v_transposed or index < section.n_layers:
             element_bytes, n_strips = row_bytes, 1
-        _move(file, offset + 12, ordered, n_strips, window.n_cells, element_bytes)
-        offset += 12 + window.n_cells * row_bytes
+        _move(file, file.tell(), ordered, n_strips, element_bytes)
     return True
 
 
 def _move(
-    file: BinaryIO, offset: int, runs: Sequence[slice], n_strips: int, n_cells: int, cell_bytes: int
+    file: BinaryIO, offset: int, runs: Sequence[tuple[int, int]], n_strips: int, cell_bytes: int
 ) -> None:
-    """Write the cells of each strip at *offset* in the order of *runs*."""
+    """Write the cells of each strip at *offset* in the order of *runs*; go on behind them."""
     file.seek(offset)
-    strip_bytes = n_cells * cell_bytes
+    strip_bytes = cell_bytes * max(end for _, end in runs)
     strips = [file.read(strip_bytes) for _ in range(n_strips)]
     file.seek(offset)
     for strip in strips:
-        for run in runs:
-            file.write(strip[run.start * cell_bytes : run.stop * cell_bytes])
+        for begin, end in runs:
+            file.write(strip[begin * cell_bytes : end * cell_bytes])
 
 
 # The repair of sliding-window states that a build saves but does not continue. llama-server saves only the
@@ -293,10 +287,10 @@ def _cut_window(state: StateFile) -> FoundSection | None:
     It is the second attention section; behind it is nothing or a recurrent section
     (llama-kv-cache-iswa.cpp, llama-memory-hybrid-iswa.cpp). None if there is no such section.
     """
-    sections = state.sections or ()
-    kinds = [found.section.kind for found in sections]
-    if kinds[:2] != ["attention"] * 2 or kinds[2:] not in ([], ["recurrent"]):
+    if not has_window(state.layout):
         return None
-    whole, window = sections[:2]
+    whole, window, *others = state.sections or ()
+    if [found.section.kind for found in others] not in ([], ["recurrent"]):
+        return None
     is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
     return window if is_cut else None

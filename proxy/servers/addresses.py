@@ -38,6 +38,7 @@ from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
 from proxy.serving.shared import Services, Shared
 from proxy.settings import Settings
+from proxy.tasks import Tasks
 
 # The models of one host: which are loaded, how many requests use each, and when one is unloaded.
 #
@@ -325,7 +326,7 @@ class Addresses:
         self._shared = shared
         self._roots = list(roots)
         self._launch = launch
-        self._running: list[asyncio.Task[None]] = []
+        self._running = Tasks()
         self._plain: list[Server] = []
         self._hosts: dict[LlamaServer, HostedModels] = {}
 
@@ -342,9 +343,7 @@ class Addresses:
         try:
             yield
         finally:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._running.drain(0)
 
     async def are_met(self) -> bool:
         """Look at all addresses; return whether first contact has ended wherever one answers."""
@@ -465,7 +464,7 @@ class Addresses:
         return server
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._running.append(asyncio.ensure_future(self._supervised(work)))
+        self._running.start(self._supervised(work))
 
     async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run background work until it ends; start it again after any fault."""

@@ -9,6 +9,7 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from proxy.core.model import (
     choose_namespace,
     derive,
     judge,
-    new_namespace,
 )
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
@@ -39,8 +39,7 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_i
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
-from proxy.llama.files import StateFile, fingerprint_model, read_state_file
-from proxy.llama.state_edits import has_window
+from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
 from proxy.log import get_logger
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
@@ -50,7 +49,7 @@ from proxy.serving.saver import Room, SavedSlot
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import MAX_REQUESTS, Settings
-from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, owners
+from proxy.store.known_models import introduce_model, known_tenants, owners
 
 Adopted = dict[SlotId, SavedSlot]
 """The states saved from slots at first contact; their files wait for a namespace."""
@@ -239,9 +238,9 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
         process.saves_context_checkpoints = bool(probe.restore_points)
         sections = [s for s in probe.layout or () if s.kind == "attention"]
         process.shares_cells = len(table) > 1 and any(s.n_streams == 1 for s in sections)
-        static = _static(identity, probe)
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
         process.metrics.served_models.labels(name).set(1)
+        static = _static(identity, probe)
         process.model_namespace = await _namespace(process, static, canary, name)
         known = process.known(RULE, Rule)
         await process.learn_rule(known or await _derive(process, slot_id, saved))
@@ -257,7 +256,7 @@ def _static(identity: Identity, state: StateFile) -> str:
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
     # States from before windows were put in order can answer wrongly: they must not be found.
-    ordered = ("in order",) if has_window(state) else ()
+    ordered = ("in order",) if has_window(state.layout) else ()
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 
@@ -338,19 +337,8 @@ async def _namespace(
     process: Process, static: str, canary: list[tuple[int, float]], name: str
 ) -> Namespace:
     """Return the namespace of the model with this canary; *name* is its name for people."""
-    index = process.store.index
-
-    def note() -> Namespace:
-        known = known_namespaces(index, static)
-        chosen = choose_namespace(known, canary)
-        named = chosen or new_namespace(static, canary, name)
-        named = msgspec.structs.replace(named, name=name)
-        if named != chosen:
-            others = (each for each in known if each is not chosen)
-            index.put_value(namespaces_name(static), [*others, named])
-        return Namespace(named.id)
-
-    return await process.store.write(note)  # another llama-server may be met at the same time
+    meet = partial(introduce_model, process.store.index, static, canary, name, renames=True)
+    return await process.store.write(meet)  # another llama-server may be met at the same time
 
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:

@@ -97,30 +97,25 @@ class PromptReader:
             # A bare prompt has no messages; all but its last token is its stable part.
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
-        text = await self._upstream.apply_template(body.raw, headers)
-        if has_media(body):
+        text, cuts = await self._upstream.apply_template(body.raw, headers), NO_CUTS
+        if goes_on := has_media(body):
             # What comes first of an image is that marker; how many tokens it takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
-            rendering = _RenderedPrompt(
-                text, await self._known.tokenize(text, headers), body, headers
-            )
-            cuts = Cuts(await self._header(rendering))
-            return Prompt(rendering.tokens, namespace, cuts, text=text, goes_on=True)
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
-        cuts = NO_CUTS
-        if len(tokens) >= n_ctx:
-            return Prompt(tokens, namespace, cuts, text=text)
-        if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
+        kind = rule.kind if len(tokens) < n_ctx else RuleKind.NOTHING
+        if goes_on:
+            cuts = Cuts(await self._header(rendering))
+        elif kind is RuleKind.ANY_PREFIX and self._shares_headers:
             # Other sessions share header and surroundings; no other boundary needs a cut.
             newest = len(body.messages) - 1 if body.messages else None
             header, surroundings = await asyncio.gather(
                 self._header(rendering), self._surroundings(rendering, newest)
             )
             cuts = Cuts(header, surroundings=surroundings)
-        elif rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
+        elif kind not in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
             cuts = await self._find_cuts(rendering, rule)
-        return Prompt(tokens, namespace, cuts, text=text)
+        return Prompt(tokens, namespace, cuts, text=text, goes_on=goes_on)
 
     async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
         """Return what the prompt behind an answer that *said* so begins with; raises UpstreamFault.

@@ -174,13 +174,13 @@ class Room:
         state = saved.state
         # True for all builds before July 2026, and needlessly for some later ones.
         process.upstream.keeps_points_of_others = state.version <= 2
-        n_bytes = max(reply.n_written, state.size_bytes)  # a repair makes a file longer
+        n_bytes = state.size_bytes  # as many as llama-server wrote: no edit changes a length
         fixed_bytes = min(n_bytes, state.recurrent_bytes)
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
         process.sizes.append(size)
-        process.rates = process.rates.after_save(reply.n_written, seconds)
+        process.rates = process.rates.after_save(n_bytes, seconds)
         with self._refusals_told():
-            await process.store.settle(name, state.size_bytes)
+            await process.store.settle(name, n_bytes)
         return saved
 
     async def thin(

@@ -5,6 +5,7 @@ a request; where llama-server checks no key, the key does not count.
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import xxhash
 
@@ -13,7 +14,7 @@ from proxy.core.model import keyed_tenant, salted_tenant
 from proxy.errors import StoreFault, UpstreamFault, WillBeRefused
 from proxy.serving.process import Process
 from proxy.serving.request import Request
-from proxy.store.known_models import known_tenants, tenants_name
+from proxy.store.known_models import introduce_tenants
 
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _MAX_TENANTS = 4096
@@ -72,14 +73,9 @@ async def note_tenant(process: Process, request: Request) -> None:
     process.tenants.add(tenant)
     warn_of_several(process)
     if process.can_cache:
-        model, index = process.model_namespace, process.store.index
-
-        def note() -> None:
-            tenants = known_tenants(index, model) | process.tenants
-            index.put_value(tenants_name(model), sorted(tenants))
-
-        try:
-            await process.store.write(note)  # another llama-server may note one at the same time
+        named = process.store.index, process.model_namespace, process.tenants
+        try:  # on the writer's thread: another llama-server may note one at the same time
+            await process.store.write(partial(introduce_tenants, *named))
         except StoreFault as fault:
             process.faults.record("remember", fault)
 

@@ -16,7 +16,6 @@ from proxy.llama.requests import (
     n_completions,
     pin,
     taints_slot,
-    without_reuse,
 )
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
 from proxy.serving.process import Process
@@ -100,10 +99,8 @@ class UncachedRequest:
                 # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes
-                if self._body is not None and self._n_slots > 1:
+                if self._body is not None and (self._n_slots > 1 or not may_reuse):
                     raw = pin(self._body, reuses=may_reuse)
-                elif not may_reuse and self._body is not None:
-                    raw = without_reuse(self._body)
                 await self._send(raw)
                 used = await self._used(lease)
             except BaseException:

@@ -83,8 +83,7 @@ class Bucket:
                 url = f"file://{directory}"
                 directory.stat() if only_looks else directory.mkdir(mode=0o700, exist_ok=True)
                 # What is written when its process is killed stays under such a name, and is not listed.
-                halves = () if only_looks else directory.glob(f"{objects.VERSION}/*/*#*")
-                for half in halves:
+                for half in () if only_looks else directory.glob(f"{objects.VERSION}/*/*#*"):
                     with suppress(OSError):
                         if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
                             half.unlink()

@@ -92,14 +92,28 @@ def namespace_of(index: Index, owner: Owner) -> Namespace | None:
 
 def introduce(index: Index, owner: Owner) -> Namespace:
     """Enter a model and its tenant, if they are not known yet; return their namespace."""
-    known = known_namespaces(index, owner.static)
-    chosen = choose_namespace(known, owner.known.canary)
-    if chosen is None:
-        # Not the given id: in this index it may already stand for another model.
-        chosen = new_namespace(owner.static, owner.known.canary, owner.known.name)
-        index.put_value(namespaces_name(owner.static), [*known, chosen])
-    model = Namespace(chosen.id)
-    tenants = known_tenants(index, model)
-    if owner.tenant not in tenants:
-        index.put_value(tenants_name(model), sorted(tenants | {owner.tenant}))
+    # Not the given id: in this index it may already stand for another model.
+    model = introduce_model(index, owner.static, owner.known.canary, owner.known.name)
+    introduce_tenants(index, model, {owner.tenant})
     return tenant_namespace(model, owner.tenant)
+
+
+def introduce_model(
+    index: Index, static: str, canary: list[tuple[int, float]], name: str, *, renames: bool = False
+) -> Namespace:
+    """Enter a model if it is not known yet; return its namespace. A known one may get another *name*."""
+    known = known_namespaces(index, static)
+    chosen = choose_namespace(known, canary)
+    named = chosen or new_namespace(static, canary, name)
+    named = msgspec.structs.replace(named, name=name) if renames else named
+    if named != chosen:
+        others = (each for each in known if each is not chosen)
+        index.put_value(namespaces_name(static), [*others, named])
+    return Namespace(named.id)
+
+
+def introduce_tenants(index: Index, model: Namespace | None, tenants: set[bytes]) -> None:
+    """Enter those tenants of a model that are not known yet."""
+    known = known_tenants(index, model)
+    if not tenants <= known:
+        index.put_value(tenants_name(model), sorted(known | tenants))

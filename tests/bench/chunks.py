@@ -51,9 +51,10 @@ def at_positions(path: Path) -> list[int]:
     state = read_state_file(path)
     begins = {0, state.state_end, state.size_bytes, *(c.offset for c in state.context_checkpoints)}
     for section in state.sections or ():
-        begins |= {section.offset, section.end}
+        cells_end = section.offset + section.n_cells * section.cell_bytes
+        begins |= {section.offset, cells_end}
         if section.cell_bytes:
-            begin = section.end + (16 if state.version >= 4 else 8)
+            begin = cells_end + (16 if state.version >= 4 else 8)
             # With flash attention, the rows of V are cells, too.
             for _, row_bytes in section.section.rows:
                 begin += _TENSOR_HEAD_BYTES

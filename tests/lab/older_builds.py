@@ -50,7 +50,7 @@ def to_version_3(path: Path) -> None:
     data = bytearray(path.read_bytes())
     for found in reversed(state.sections):
         if found.cell_bytes:
-            start = found.end + _BEFORE_ROTATIONS
+            start = found.offset + found.n_cells * found.cell_bytes + _BEFORE_ROTATIONS
             del data[start : start + _ROTATION_BYTES]
     struct.pack_into("<I", data, _VERSION_OFFSET, 3)
     path.write_bytes(data)

@@ -45,6 +45,7 @@ from proxy.explain.views import (
 )
 from proxy.llama.requests import generation_route, header_request, parse_body, route_path
 from proxy.settings import NAMES, size_in_words
+from proxy.store.directory import keep_proxies_out
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -238,7 +239,7 @@ def test_server_that_does_not_answer_is_named_as_it_was_given(tmp_path: Path) ->
     for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
         done = CliRunner().invoke(main, ["trace", "replay", str(trace), url])
         said = (
-            f"nothing answers at {url}: connection refused. Check the URL, and start what is there"
+            f"nothing answers at {url}: connection refused. Check the URL, and that the server runs"
         )
         assert (done.exit_code, done.output) == (69, f"llama-prefix-cache: {said}\n")
 
@@ -367,6 +368,17 @@ def test_upstream_that_is_the_proxy_itself_is_refused(
     )
     done = CliRunner().invoke(main, [command, "--config", str(config)])
     assert done.exit_code == 2 and f"is the proxy's own `{name}`" in done.output
+
+
+@pytest.mark.parametrize("command", ["doctor", "check", "export 5d3a90c2 -o /dev/null --yes"])
+def test_upstream_that_is_not_asked_may_be_the_proxy_itself(tmp_path: Path, command: str) -> None:
+    """`run` listens there, and starts llama-server elsewhere; doctor asks the proxy that runs."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"slot_save_path: {tmp_path}\nlisten: 127.0.0.1:8080\nadmin: 127.0.0.1:1\n")
+    with keep_proxies_out(tmp_path, creates_lock=command == "doctor"):
+        done = CliRunner().invoke(main, [*command.split(), "--config", str(config)])
+    said = "No proxy tells its health" if command == "doctor" else "there is no store in"
+    assert done.exit_code == 1 and said in done.output
 
 
 def listing(*listed: ListedCheckpoint) -> str:

@@ -310,6 +310,7 @@ def test_aliases_are_read_in_every_source(
     [
         "shared_store: {capacity: 1.5 GiB, upload_bytes_per_day: 50GB, url: 's3://a/b', key_file: /k}",
         "shared_store: ' capacity=1.5GiB ,upload_bytes_per_day=50GB , key_file = /k , url=s3://a/b'",
+        "shared_store: url=s3://a/b, key_file=/k, capacity=1.5GIB, upload_bytes_per_day=50gb",
     ],
 )
 def test_shared_store_is_read_with_its_limits(tmp_path: Path, line: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from proxy.cli.command import console
+from proxy.cli.command import console, in_lines
 from proxy.cli.look import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import KnownNamespace, Rule, RuleKind
@@ -319,13 +319,19 @@ def test_shortest_state_of_a_rule_is_told() -> None:
     assert "under" not in text_of(memory(RESTORE_POINTS), "memory rule")
 
 
+def test_batches_that_a_sliding_window_needs_are_told() -> None:
+    said = "if -b is larger than -ub, some answers are wrong"
+    assert said in text_of(memory(RESTORE_POINTS, sections=SLIDING), "slot files")
+    assert "-ub" not in text_of(memory(RESTORE_POINTS), "slot files")
+
+
 def text_of(facts: LlamaServerFacts | Setup, topic: str) -> str:
     (text,) = [finding.text for finding in findings_of(alone(facts)) if finding.topic == topic]
     return text
 
 
 def test_report_begins_with_the_verdict_and_is_plain_in_a_pipe() -> None:
-    lines = report(alone(server(has_ram_cache=True)), console()).splitlines()
+    lines = in_lines(report(alone(server(has_ram_cache=True))), console()).splitlines()
     assert lines[0] == "Caching will work, with limits."
     assert any(
         line.lstrip().startswith("-> Start llama-server with --cache-ram 0") for line in lines
@@ -335,7 +341,7 @@ def test_report_begins_with_the_verdict_and_is_plain_in_a_pipe() -> None:
 
 def test_report_is_coloured_on_a_terminal() -> None:
     shown = Console(force_terminal=True, width=60, highlight=False, color_system="standard")
-    assert "\x1b[" in report(alone(HEALTHY), shown)
+    assert "\x1b[" in in_lines(report(alone(HEALTHY)), shown)
 
 
 def test_json_report_says_the_same() -> None:
@@ -378,7 +384,7 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     assert list(dict.fromkeys(about)) == ["router at 127.0.0.1:8080", "full (router)", ""]
     loaded = hosted(at_host(), loaded=FULL)
     assert "full was loaded for this, and stays." in text_of_all(loaded)
-    text = report(setup, console())
+    text = in_lines(report(setup), console())
     assert "\nfull (router)\nok" in text and "\nall\nok" in text
 
 

@@ -72,6 +72,7 @@ def test_plan_launch_keeps_what_the_user_gave() -> None:
         ({"batch_size": "512"}, "", 0),
         ({"batch_size": "2048"}, "", 1),
         ({"batch_size": "2048", "ubatch_size": "2048"}, "", 0),
+        ({"batch_size": "256"}, "", 0),  # llama-server makes the physical one as small
     ],
 )
 def test_narrow_batches_makes_logical_and_physical_batches_alike(

@@ -138,7 +138,10 @@ RECORD = RequestRecord(
             "  qwen  slot 0  the rest is new",
         ),
         ({"n_prompt": None, "why": "images"}, "chat  answered in 2.0 s, not cached: images"),
-        ({"status": 501}, "chat  llama-server refused it (status 501)  id 5f0c1a2b"),
+        (
+            {"status": 501, "cause": Cause.REFUSED},
+            "chat  llama-server refused it (status 501)  id 5f0c1a2b",
+        ),
     ],
 )  # fmt: skip
 def test_line_of_a_request_is_read_by_people(changed: dict[str, Any], line: str) -> None:

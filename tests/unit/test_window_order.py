@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StateFileMalformed
-from proxy.llama.files import read_state_file
-from proxy.llama.state_edits import has_window, order_windows
+from proxy.llama.files import has_window, read_state_file
+from proxy.llama.state_edits import order_windows
 from tests.unit.compositions import Attention, Composition, compositions
 from tests.unit.state_files import attention, context_checkpoint, partial_state, state_file, words
 
@@ -62,7 +62,7 @@ def test_cells_of_every_window_come_into_the_order_of_their_positions(
 def test_states_without_a_window_are_left_alone(path: Path, composition: Composition) -> None:
     data = composition.write()
     assert ordered(path, data) == (False, data)
-    assert not has_window(read_state_file(path))
+    assert not has_window(read_state_file(path).layout)
 
 
 @FILES

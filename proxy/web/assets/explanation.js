@@ -14,13 +14,14 @@ const PARTS = {
 };
 const NOT_MISSES = ["hit", "first sight", "not looked up", "refused"];
 
+export const isMiss = ({ cause }) => !NOT_MISSES.includes(cause);
+
 const N_LARGEST = 12;
 
 export function explanation({ request, says, cure, nearest, divergence, costs }, keeps, show) {
-  const isMiss = !NOT_MISSES.includes(request.cause);
   return make("div", { class: "explanation" },
     make("p", {}, make("strong", {}, `${capital(request.cause)}. `), ...prose(says)),
-    isMiss ? make("p", {}, make("strong", {}, "What helps: "), ...prose(cure)) : null,
+    isMiss(request) ? make("p", {}, make("strong", {}, "What helps: "), ...prose(cure)) : null,
     divergence ? texts(divergence, keeps) : null,
     facts(request, nearest, divergence, show),
     costs.length ? parts(costs) : null);

@@ -1,14 +1,13 @@
 // The last requests, the newest first, all or chosen ones; each can be opened to see why it reused no more.
 
 import { byId, choice, fetchJson, make, measure, say } from "./dom.js";
-import { explanation } from "./explanation.js";
+import { explanation, isMiss } from "./explanation.js";
 import { partsOf, showTurns } from "./turns.js";
 import { clock, counted, nameOf, number, percent, seconds } from "./words.js";
 
 const N_SHOWN = 12;
 const N_MORE = 150;
 const N_COLUMNS = 6;
-const NOT_MISSES = ["hit", "first sight", "not looked up", "refused"];
 const NONE_IS_CHOSEN = { onlyMisses: false, client: "", conversation: "" };
 
 export class Requests {
@@ -66,7 +65,7 @@ export class Requests {
 
   #isChosen(record) {
     const { onlyMisses, client, conversation } = this.#chosen;
-    if (onlyMisses && NOT_MISSES.includes(record.cause)) return false;
+    if (onlyMisses && !isMiss(record)) return false;
     return (!client || record.client === client) && (!conversation || record.conversation === conversation);
   }
 
@@ -123,9 +122,8 @@ export class Requests {
   }
 
   #row(record) {
-    const isMiss = !NOT_MISSES.includes(record.cause);
     const button = make("button", {
-      type: "button", class: isMiss ? "plain miss" : "plain", "aria-expanded": "false", "aria-controls": `why-${record.id}`,
+      type: "button", class: isMiss(record) ? "plain miss" : "plain", "aria-expanded": "false", "aria-controls": `why-${record.id}`,
       onclick: () => this.#toggle(record, button),
     }, record.cause === "not looked up" ? (record.why ?? record.cause) : record.cause);
     const title = make("button", { type: "button", class: "link title", onclick: () => this.choose({ conversation: record.conversation }) }, nameOf(record));
