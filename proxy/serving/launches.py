@@ -31,6 +31,8 @@ _BATCH_TOKENS = 2048
 _MOST_TIMES = 1.5
 """How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
 prompt is evaluated."""
+_LEAST_PATIENCE_SECONDS = 0.25
+"""How long the others wait for a prompt at least that llama-server does not begin to evaluate."""
 
 
 def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
@@ -121,7 +123,7 @@ class Launches:
 
     @contextmanager
     def evaluation(
-        self, n_tokens: int, seconds: float, answering: asyncio.Event
+        self, slot_id: SlotId | None, n_tokens: int, seconds: float, answering: asyncio.Event
     ) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
@@ -129,24 +131,67 @@ class Launches:
 
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
-        it in half the time, and the second no later.
+        it in half the time, and the second no later. Where llama-server mixes up prompts, each waits for
+        all before it, whatever their lengths; for whole answers to their ends, which tell no first token.
         """
+        process, is_left = self._process, asyncio.Event()
+        is_alone = process.mixes_up_prompts
         with ExitStack() as ending:
 
             async def wait() -> None:
-                others = {} if self._process.clears_idle_slots else self._evaluations
+                others = {} if process.clears_idle_slots and not is_alone else self._evaluations
                 least, most = UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
-                before = [over for over, n in others.items() if least < n <= most]
-                mine = asyncio.ensure_future(_over(before, answering, _MOST_TIMES * seconds))
+                before = [over for over, n in others.items() if is_alone or least < n <= most]
+                most_seconds = _MOST_TIMES * seconds
+                over = (
+                    self._evaluated(slot_id, before, answering, is_left, most_seconds)
+                    if is_alone
+                    else _over(before, answering, most_seconds)
+                )
+                mine = process.tasks.start(over)
                 self._evaluations[mine] = n_tokens
                 mine.add_done_callback(self._evaluations.pop)
-                ending.callback(mine.cancel)
+                ending.callback(lambda: is_left.is_set() or mine.cancel())
                 if before:
                     await asyncio.wait(before)
-                    if not await self._process.is_current():
+                    if not await process.is_current():
                         raise replaced()
 
-            yield wait
+            try:
+                yield wait
+            except BaseException:
+                if is_alone:  # llama-server goes on for a while if the client leaves
+                    is_left.set()
+                raise
+
+    async def _evaluated(
+        self,
+        slot_id: SlotId | None,
+        before: Collection["asyncio.Future[None]"],
+        answering: asyncio.Event,
+        is_left: asyncio.Event,
+        seconds: float,
+    ) -> None:
+        """Return when the prompt in a slot is evaluated, which begins after those *before*.
+
+        A request that does not run within its *seconds* is not waited for: to be placed, it may wait for a
+        request that waits for it.
+        """
+
+        def slot_ids() -> list[SlotId]:
+            return [slot.id for slot in self._table if slot_id in (None, slot.id)]
+
+        if before:
+            await asyncio.wait(before)
+        patience = time.monotonic() + _LEAST_PATIENCE_SECONDS + seconds
+        while not answering.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await answering.wait()
+            if is_left.is_set():
+                return await outlast(self._process, slot_ids)
+            if time.monotonic() > patience and not await _is_busy(self._process, slot_ids):
+                return
 
     async def send(
         self,

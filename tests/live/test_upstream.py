@@ -38,12 +38,15 @@ def run(script: str, *arguments: str) -> tuple[int, str]:
         ("window_purged_too_early.py", "swa", ""),
         ("stale_context_checkpoint.py", "swa", ""),
         ("stale_context_checkpoint.py", "hybrid", ""),
+        ("prompts_at_once.py", "hybrid", ""),
     ],
 )
 def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_path: Path) -> None:
     model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
     binary = binary_of(build) if build else find_llama_server()
-    server = LlamaServer(model, tmp_path, n_slots=1, n_ctx=8192, binary=binary)
+    server = LlamaServer(
+        model, tmp_path, n_slots=1 + (script == "prompts_at_once.py"), n_ctx=8192, binary=binary
+    )
     server.start()
     try:
         takes_folder = script in ("damaged_file_aborts.py", "window_off_by_one.py")

@@ -1,0 +1,83 @@
+"""Prompts that come together are answered as alone, also where llama-server mixes them up.
+
+docs/upstream/prompts_at_once.py shows the defect: 0.7.0 evaluates two prompts of a Qwen3.5 at once, and the
+answer of the second slot has nothing to do with its prompt.
+"""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from tests.lab.conversation import user
+from tests.lab.rig import Rig
+from tests.lab.waiting import until
+from tests.live.conftest import StartRig, in_long
+from tests.live.test_window_repair import WRONG_BAR, distance
+
+COMPLETION, CHAT = "/completion", "/v1/chat/completions"
+LONG, SHORT = 6000, 300
+
+
+def prompt(n_tokens: int, seed: int) -> dict[str, Any]:
+    tokens = random.Random(seed).choices(range(100, 3000), k=n_tokens)
+    return {"prompt": tokens, "n_predict": 4, "temperature": 0, "n_probs": 10}
+
+
+async def alone(rig: Rig, body: dict[str, Any]) -> dict[str, Any]:
+    """Return llama-server's own answer once nothing else runs."""
+    fresh = body | {"cache_prompt": False, "id_slot": 0}
+    status, reply = await asyncio.to_thread(rig.server.request, "POST", COMPLETION, fresh)
+    assert status == 200
+    return dict(reply)
+
+
+@pytest.mark.parametrize("lengths", [(LONG, SHORT), (SHORT, LONG), (180, 200)])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("hybrid_no_mrope", "recurrent", "full")])
+async def test_prompts_of_any_length_at_once_are_answered_as_alone(
+    start_rig: StartRig, kind: str, lengths: tuple[int, int]
+) -> None:
+    async with start_rig(kind) as rig:
+        for trial in range(3):
+            bodies = [prompt(n, seed=10 * trial + i) for i, n in enumerate(lengths)]
+            replies = await asyncio.gather(*(rig.post(COMPLETION, body) for body in bodies))
+            await rig.settled()
+            for body, reply in zip(bodies, replies, strict=True):
+                assert distance(reply, await alone(rig, body)) <= WRONG_BAR
+
+
+async def test_brief_chats_at_once_are_answered_as_one_after_the_other(start_rig: StartRig) -> None:
+    """They are not looked up; some are about as long, so that their batches have both for long."""
+    async with start_rig("hybrid") as rig:
+        fields = {"max_tokens": 8, "temperature": 0, "cache_prompt": False}
+        chats = [{"messages": [user(i, 60 + i)], **fields} for i in range(8)]
+        first = [await rig.post(CHAT, chat) for chat in chats]
+        at_once = await asyncio.gather(*(rig.post(CHAT, chat) for chat in chats))
+        for one, other in zip(first, at_once, strict=True):
+            assert one["choices"][0]["message"] == other["choices"][0]["message"]
+
+
+async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(
+    start_rig: StartRig,
+) -> None:
+    """llama-server goes on with a prompt for up to a second after its client has left, and it is saved."""
+    async with start_rig("hybrid") as rig:
+        process = rig.running.pool.processes[0]
+
+        async def is_evaluating() -> bool:
+            return any(state.is_processing for state in await process.slot_states())
+
+        for trial in range(3):
+            first, left = prompt(600, seed=trial), prompt(12_000, seed=10 + trial)
+            await rig.post(COMPLETION, first)
+            await rig.settled()
+            leaving = asyncio.ensure_future(rig.post(COMPLETION, left))
+            await until(is_evaluating)
+            leaving.cancel()
+            first["prompt"] += prompt(SHORT, seed=20 + trial)["prompt"]
+            reply = await rig.post(COMPLETION, first)
+            sent_again = await rig.post(COMPLETION, left)
+            await rig.settled()
+            assert distance(reply, await alone(rig, first)) <= WRONG_BAR
+            assert distance(sent_again, await alone(rig, left)) <= WRONG_BAR
