@@ -282,9 +282,10 @@ def _static(identity: Identity, state: StateFile) -> str:
     after such a restore lacks one. The length of the draft state stands for its form.
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
-    # States from before windows were put in order can answer wrongly: they must not be found.
-    ordered = ("in order",) if has_window(state.layout) else ()
-    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
+    # States from before these guards can answer wrongly: they must not be found.
+    is_mixed_up = state.version >= 4 and state.recurrent_bytes > 0
+    guards = ("in order",) * has_window(state.layout) + ("one by one",) * is_mixed_up
+    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *guards])
     return xxhash.xxh3_128_hexdigest(told)
 
 
