@@ -103,8 +103,7 @@ class CachedRequest:
                 state = first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
             size = evaluation_size(process, self._request, self._prompt, self._plan)
-            evaluation = process.launches.evaluation
-            with evaluation(self._plan.slot_id, *size, self._request.answering) as self._take_turn:
+            with process.launches.evaluation(*size, self._request.answering) as self._take_turn:
                 if self._extended:
                     await self._take_turn()
                 self._account.queued_seconds = time.monotonic() - joined_at
