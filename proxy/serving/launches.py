@@ -132,7 +132,7 @@ class Launches:
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
         it in half the time, and the second no later. Where llama-server mixes up prompts, each waits for
-        all before it, whatever their lengths; for whole answers to their ends, which tell no first token.
+        all before it, whatever their lengths.
         """
         process, is_left = self._process, asyncio.Event()
         is_alone = process.mixes_up_prompts
@@ -175,7 +175,7 @@ class Launches:
         """Return when the prompt in a slot is evaluated, which begins after those *before*.
 
         A request that does not run within its *seconds* is not waited for: to be placed, it may wait for a
-        request that waits for it.
+        request that waits for it. Of whole answers /slots tells the first token.
         """
 
         def slot_ids() -> list[SlotId]:
@@ -184,13 +184,23 @@ class Launches:
         if before:
             await asyncio.wait(before)
         patience = time.monotonic() + _LEAST_PATIENCE_SECONDS + seconds
+        n_seen = n_grown = 0
         while not answering.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await answering.wait()
             if is_left.is_set():
                 return await outlast(self._process, slot_ids)
-            if time.monotonic() > patience and not await _is_busy(self._process, slot_ids):
+            if time.monotonic() < patience:
+                continue
+            states: list[SlotStatus] = []
+            with suppress(UpstreamFault):
+                states = [s for s in await self._process.slot_states() if s.id in slot_ids()]
+            # While a prompt is evaluated, /slots counts the answer before, or the one token of a stop.
+            n_generated = sum(state.n_generated for state in states)
+            n_grown = n_grown + (n_generated > n_seen) if n_generated >= n_seen else 0
+            n_seen = n_generated
+            if not any(s.is_processing for s in states) or (len(states) == 1 and n_grown > 2):
                 return
 
     async def send(
