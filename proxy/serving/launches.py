@@ -184,7 +184,7 @@ class Launches:
         if before:
             await asyncio.wait(before)
         patience = time.monotonic() + _LEAST_PATIENCE_SECONDS + seconds
-        n_seen = n_grown = 0
+        n_seen = n_grown = n_idle = 0
         while not answering.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_SECONDS):
@@ -200,7 +200,9 @@ class Launches:
             n_generated = sum(state.n_generated for state in states)
             n_grown = n_grown + (n_generated > n_seen) if n_generated >= n_seen else 0
             n_seen = n_generated
-            if not any(s.is_processing for s in states) or (len(states) == 1 and n_grown > 2):
+            # Between two stops a slot is idle for a moment.
+            n_idle = 0 if any(state.is_processing for state in states) else n_idle + 1
+            if n_idle > 2 or (len(states) == 1 and n_grown > 2):
                 return
 
     async def send(

@@ -222,7 +222,7 @@ async def measure_walk(given: argparse.Namespace, leftovers: ExitStack) -> Secti
     flags = tuple(shlex.split(given.flags))
     server, alone = (new_server(given.kind, leftovers) for _ in range(2))
     for started, n_slots in ((server, given.slots), (alone, 1)):
-        started.n_slots, started.n_ctx, started.extra_args = n_slots, n_slots * N_CTX, flags
+        started.n_slots, started.n_ctx, started.extra_args = n_slots, given.slots * N_CTX, flags
     assert server.slot_save_path is not None
     await asyncio.to_thread(alone.start)
     async with Rig(server, server.slot_save_path) as rig:
