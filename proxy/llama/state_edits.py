@@ -187,9 +187,9 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
 
 
 # The order of cells in a window. A window is a ring. llama-server saves its cells as they lie there,
-# mostly with the newest first, and restores them so. While it then looks for cells for several batches, it
-# drops all positions below the cells that it means to overwrite, also those that the first batch still
-# needs (llama-kv-cache.cpp, `prepare` and `apply_ubatch`; llama.cpp#25297): answers are wrong from there
+# mostly with the newest first, and restores them so. It then looks for cells for several batches. Meanwhile
+# it drops all positions below the cells that it means to overwrite, and some of these the first batch still
+# needs (llama-kv-cache.cpp, `prepare` and `apply_ubatch`; llama.cpp#25297). Answers are wrong from there
 # on. In the order of their positions no cell is dropped too early.
 
 
