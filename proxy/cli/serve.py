@@ -24,6 +24,7 @@ from proxy.cli.command import (
 )
 from proxy.core.launch import (
     Launch,
+    keep_slots_apart,
     known_names,
     let_presets_win,
     narrow_batches,
@@ -35,11 +36,12 @@ from proxy.core.launch import (
 from proxy.core.rates import seconds_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
-from proxy.llama.files import names_window
+from proxy.llama.files import names_recurrent_state, names_window
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     IsReady,
     free_port,
+    has_amx,
     keep_running,
     port_refusal,
     read_help,
@@ -240,8 +242,11 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    if names_window(Path(launch.model_path)):
+    model = Path(launch.model_path)
+    if names_window(model):
         narrow_batches(launch, given, known_names(options))
+    if names_recurrent_state(model) and has_amx():
+        keep_slots_apart(launch, given, known_names(options))
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))
     return launch

@@ -254,6 +254,17 @@ def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection
         )
 
 
+def keep_slots_apart(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    """Let llama-server leave the weights as they are, for a recurrent model on a CPU with AMX.
+
+    With several slots, AMX kernels answer one as if it had another's tokens
+    (docs/upstream/prompts_at_once.py). Prompts then take about twice as long.
+    """
+    slots = given.get("--parallel")
+    if (slots and slots.value != "1") and "--repack" not in given:
+        _add(launch, known, "--no-repack")
+
+
 def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before the next start, after *n_failures* in a row."""
     return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** min(10, max(0, n_failures - 1)))

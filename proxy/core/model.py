@@ -433,7 +433,7 @@ def new_namespace(static: str, canary: list[tuple[int, float]], name: str) -> Kn
     return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {canary}".encode()), canary, name)
 
 
-def is_same_canary(left: Canary, right: Canary) -> bool:
+def is_same_canary(left: Canary, right: Canary, tolerance: float = TOLERANCE) -> bool:
     """Return whether two canaries come from the same model.
 
     The tail of the list may differ by near ties. Each likeliest token must be in the other list, half of
@@ -445,7 +445,7 @@ def is_same_canary(left: Canary, right: Canary) -> bool:
     shared = a.keys() & b.keys()
     if left[0][0] not in b or right[0][0] not in a or 2 * len(shared) < len(a):
         return False
-    return all(abs(a[token] - b[token]) <= TOLERANCE for token in shared)
+    return all(abs(a[token] - b[token]) <= tolerance for token in shared)
 
 
 _SECRET_ID_BYTES = 4

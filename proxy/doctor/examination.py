@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from proxy.core.model import Checkpoint, SlotId
+from proxy.core.model import Checkpoint, SlotId, is_same_canary
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace, TokenIds, token_ids
@@ -193,6 +193,7 @@ async def _examine_server(
                 with _noting(facts, "slot behaviour could not be examined"):
                     n_vocab = (await probed.model_meta()).n_vocab
                     facts.has_ram_cache = await has_ram_cache(probed, n_vocab)
+                    facts.mixes_up_slots = await mixes_up_slots(probed, n_vocab)
             facts.degradations = tuple(server.services.degradations.active)
     except (StoreFault, OSError) as fault:
         facts.failures.append(f"no scratch store could be opened: {in_words(fault)}")
@@ -257,6 +258,9 @@ _LET_GO_SECONDS = 0.5
 _PROBE_TOKENS = 64
 """Short enough for a slow machine, long enough for a clear result."""
 _N_MORE = 8
+_N_GENERATED = 100
+_OTHERWISE = 0.3
+"""Log-probabilities of another batch lie within 0.05, those of mixed-up slots 0.4 to 99 apart."""
 
 
 class ProbedServer(LlamaServer):
@@ -336,6 +340,12 @@ class ProbedServer(LlamaServer):
         self._require_empty(slot_id)
         return await super().evaluate(slot_id, tokens, headers)
 
+    async def generate(self, slot_id: SlotId, tokens: TokenIds) -> None:
+        """Generate _N_GENERATED tokens behind *tokens*; raises UpstreamRefused as `evaluate` does."""
+        self._require_empty(slot_id)
+        fields = {"n_predict": _N_GENERATED, "ignore_eos": True, "cache_prompt": False}
+        await self._complete(msgspec.Raw, {"prompt": tokens.tolist(), "id_slot": slot_id, **fields})
+
     def _require_empty(self, slot_id: SlotId) -> None:
         if slot_id not in self.empty:
             raise UpstreamRefused(409, f"slot {slot_id} may hold work")
@@ -395,8 +405,7 @@ async def has_ram_cache(server: ProbedServer, n_vocab: int) -> bool | None:
     """
 
     async def is_reused(seed: int, n_tokens: int) -> bool:
-        ids = ((i * 7919 + seed) % max(2, min(n_vocab, 30011)) for i in range(n_tokens))
-        timings = await server.evaluate(server.empty[0], token_ids(ids))
+        timings = await server.evaluate(server.empty[0], _probe(n_vocab, seed, n_tokens))
         # Sliding-window models reuse a few tokens less than they hold.
         return timings.cache_n >= _PROBE_TOKENS // 2
 
@@ -406,3 +415,27 @@ async def has_ram_cache(server: ProbedServer, n_vocab: int) -> bool | None:
     is_brought_back = await is_reused(4989, _PROBE_TOKENS + 2 * _N_MORE)
     await server.erase_all()
     return is_brought_back if is_brought_back or is_reused_live else None
+
+
+async def mixes_up_slots(server: ProbedServer, n_vocab: int) -> bool:
+    """Return whether a prompt is answered otherwise while another slot generates; raises UpstreamFault.
+
+    docs/upstream/prompts_at_once.py shows such a llama-server.
+    """
+    if len(server.empty) < 2:
+        return False
+    other, slot_id = server.empty[:2]
+    prompt = _probe(n_vocab, 31, _PROBE_TOKENS)
+    alone = await server.canary(slot_id, prompt)
+    generating = asyncio.ensure_future(server.generate(other, prompt[:_N_MORE]))
+    try:  # the first of these may come before the other slot runs
+        beside = [await server.canary(slot_id, prompt) for _ in range(3)]
+    finally:
+        generating.cancel()
+        await asyncio.wait([generating])
+    await server.erase_all()
+    return not all(is_same_canary(alone, answer, _OTHERWISE) for answer in beside)
+
+
+def _probe(n_vocab: int, seed: int, n_tokens: int) -> TokenIds:
+    return token_ids((i * 7919 + seed) % max(2, min(n_vocab, 30011)) for i in range(n_tokens))

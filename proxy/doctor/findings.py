@@ -68,6 +68,8 @@ class LlamaServerFacts:
     n_usable: int = 0
     usable_bytes: int = 0
     has_ram_cache: bool | None = None
+    mixes_up_slots: bool = False
+    """Whether a prompt was answered otherwise while another slot generated."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -238,6 +240,13 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
+    if facts.mixes_up_slots:
+        text = (
+            "A prompt is answered otherwise while another slot runs: answers and states are wrong."
+        )
+        cure = "Start llama-server with --no-repack (a CPU with AMX needs that), or with -np 1"
+        cure += "; then remove the wrong states: llama-prefix-cache purge --everything"
+        yield limit("several slots", text, cure)
     if facts.is_asleep:
         text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
         yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")

@@ -392,8 +392,17 @@ def fingerprint_model(path: Path) -> str | None:
 
 def names_window(path: Path) -> bool:
     """Return whether the model at *path* has a sliding window, as far as its first MiB tells."""
+    return _begins_with(path, b".attention.sliding_window")
+
+
+def names_recurrent_state(path: Path) -> bool:
+    """Return whether the model at *path* has a recurrent state, as far as its first MiB tells."""
+    return _begins_with(path, b".ssm.")
+
+
+def _begins_with(path: Path, name: bytes) -> bool:
     with suppress(OSError), path.open("rb") as file:
-        return b".attention.sliding_window" in file.read(1 << 20)
+        return name in file.read(1 << 20)
     return False
 
 

@@ -55,6 +55,13 @@ def read_help(program: Sequence[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
+def has_amx() -> bool:
+    """Return whether this machine's CPU has AMX, as far as Linux tells."""
+    with suppress(OSError):
+        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+    return False
+
+
 def free_port(host: str, port: int = 0) -> int:
     """Return *port*, or any for 0; raises OSError if it is taken, or *host* no address of this machine.
 

@@ -29,7 +29,6 @@ from proxy.core.model import (
     SlotId,
     choose_namespace,
     derive,
-    is_same_canary,
     judge,
 )
 from proxy.core.rates import Rates
@@ -56,8 +55,6 @@ Adopted = dict[SlotId, SavedSlot]
 """The states saved from slots at first contact; their files wait for a namespace."""
 
 _FEW_TOKENS = token_ids(range(1, 9))
-_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.05, 2.0
-"""Between two requests for the canary."""
 
 
 Identity = dict[str, Any]
@@ -205,12 +202,11 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
 
 
 async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
-    """Return the last empty slot; if there is none, empty the saved slot with the fewest tokens.
+    """Return an empty slot; if there is none, empty the saved slot with the fewest tokens.
 
-    If the store had no room for any slot, the content of one slot is lost. Where prompts are mixed up
-    (docs/upstream/prompts_at_once.py), the prompt in the first slot is answered rightly.
+    If the store had no room for any slot, the content of one slot is lost.
     """
-    for slot in reversed(process.slots):
+    for slot in process.slots:
         if isinstance(slot.content, Empty):
             return slot.id
     smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
@@ -229,7 +225,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     fixed = token_ids(token % max(1, n_vocab) for token in CANARY_TOKENS)
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
-    canary = await _canary(upstream, slot_id, tokens)
+    canary = await upstream.canary(slot_id, tokens)
     if process.store.files.is_readonly:
         await _recognize(process, identity, canary)
         await upstream.erase(slot_id)
@@ -252,29 +248,6 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     table.set_content(slot_id, Empty())
 
 
-async def _canary(
-    upstream: LlamaServer, slot_id: SlotId, tokens: TokenIds
-) -> list[tuple[int, float]]:
-    """Ask for the canary; if other slots run, again until two are the same.
-
-    llama-server may mix it up with a prompt that is evaluated at the same time.
-    """
-
-    async def is_alone() -> bool:
-        with suppress(UpstreamRefused):
-            return not any(s.is_processing for s in await upstream.slots() if s.id != slot_id)
-        return True
-
-    was_alone, canary = await is_alone(), await upstream.canary(slot_id, tokens)
-    pause, last = _FIRST_PAUSE_SECONDS, list[tuple[int, float]]()
-    while not (was_alone and await is_alone()) and not is_same_canary(last, canary):
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
-        was_alone = await is_alone()
-        last, canary = canary, await upstream.canary(slot_id, tokens)
-    return canary
-
-
 def _static(identity: Identity, state: StateFile) -> str:
     """Return the key of a model before its canary is known: its identity and the form of its states.
 
@@ -282,10 +255,9 @@ def _static(identity: Identity, state: StateFile) -> str:
     after such a restore lacks one. The length of the draft state stands for its form.
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
-    # States from before these guards can answer wrongly: they must not be found.
-    is_mixed_up = state.version >= 4 and state.recurrent_bytes > 0
-    guards = ("in order",) * has_window(state.layout) + ("one by one",) * is_mixed_up
-    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *guards])
+    # States from before windows were put in order can answer wrongly: they must not be found.
+    ordered = ("in order",) if has_window(state.layout) else ()
+    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 
 

@@ -31,8 +31,6 @@ _BATCH_TOKENS = 2048
 _MOST_TIMES = 1.5
 """How many times longer than predicted a prompt may hold up others. A whole answer does not tell when its
 prompt is evaluated."""
-_LEAST_PATIENCE_SECONDS = 0.25
-"""How long the others wait for a prompt at least that llama-server does not begin to evaluate."""
 
 
 def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
@@ -123,7 +121,7 @@ class Launches:
 
     @contextmanager
     def evaluation(
-        self, slot_id: SlotId | None, n_tokens: int, seconds: float, answering: asyncio.Event
+        self, n_tokens: int, seconds: float, answering: asyncio.Event
     ) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
@@ -131,79 +129,24 @@ class Launches:
 
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
-        it in half the time, and the second no later. Where llama-server mixes up prompts, each waits for
-        all before it, whatever their lengths.
+        it in half the time, and the second no later.
         """
-        process, is_left = self._process, asyncio.Event()
-        is_alone = process.mixes_up_prompts
         with ExitStack() as ending:
 
             async def wait() -> None:
-                others = {} if process.clears_idle_slots and not is_alone else self._evaluations
+                others = {} if self._process.clears_idle_slots else self._evaluations
                 least, most = UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
-                before = [over for over, n in others.items() if is_alone or least < n <= most]
-                most_seconds = _MOST_TIMES * seconds
-                over = (
-                    self._evaluated(slot_id, before, answering, is_left, most_seconds)
-                    if is_alone
-                    else _over(before, answering, most_seconds)
-                )
-                mine = process.tasks.start(over)
+                before = [over for over, n in others.items() if least < n <= most]
+                mine = asyncio.ensure_future(_over(before, answering, _MOST_TIMES * seconds))
                 self._evaluations[mine] = n_tokens
                 mine.add_done_callback(self._evaluations.pop)
-                ending.callback(lambda: is_left.is_set() or mine.cancel())
+                ending.callback(mine.cancel)
                 if before:
                     await asyncio.wait(before)
-                    if not await process.is_current():
+                    if not await self._process.is_current():
                         raise replaced()
 
-            try:
-                yield wait
-            except BaseException:
-                if is_alone:  # llama-server goes on for a while if the client leaves
-                    is_left.set()
-                raise
-
-    async def _evaluated(
-        self,
-        slot_id: SlotId | None,
-        before: Collection["asyncio.Future[None]"],
-        answering: asyncio.Event,
-        is_left: asyncio.Event,
-        seconds: float,
-    ) -> None:
-        """Return when the prompt in a slot is evaluated, which begins after those *before*.
-
-        A request that does not run within its *seconds* is not waited for: to be placed, it may wait for a
-        request that waits for it. Of whole answers /slots tells the first token.
-        """
-
-        def slot_ids() -> list[SlotId]:
-            return [slot.id for slot in self._table if slot_id in (None, slot.id)]
-
-        if before:
-            await asyncio.wait(before)
-        patience = time.monotonic() + _LEAST_PATIENCE_SECONDS + seconds
-        n_seen = n_grown = n_idle = 0
-        while not answering.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await answering.wait()
-            if is_left.is_set():
-                return await outlast(self._process, slot_ids)
-            if time.monotonic() < patience:
-                continue
-            states: list[SlotStatus] = []
-            with suppress(UpstreamFault):
-                states = [s for s in await self._process.slot_states() if s.id in slot_ids()]
-            # While a prompt is evaluated, /slots counts the answer before, or the one token of a stop.
-            n_generated = sum(state.n_generated for state in states)
-            n_grown = n_grown + (n_generated > n_seen) if n_generated >= n_seen else 0
-            n_seen = n_generated
-            # Between two stops a slot is idle for a moment.
-            n_idle = 0 if any(state.is_processing for state in states) else n_idle + 1
-            if n_idle > 2 or (len(states) == 1 and n_grown > 2):
-                return
+            yield wait
 
     async def send(
         self,

@@ -115,15 +115,15 @@ def as_wished(plan: Plan, request: Request) -> Plan:
 
 def evaluation_size(
     process: Process, request: Request, prompt: Prompt, plan: Plan
-) -> tuple[SlotId, int, float]:
-    """Return the slot, how many tokens it will evaluate, roughly, and how many seconds that takes."""
+) -> tuple[int, float]:
+    """Return how many tokens will be evaluated, roughly, and how many seconds that takes."""
     n_tokens, rates = prompt.n_tokens, process.rates
     if (conversation := request.conversation) and request.extends:
         n_messages = conversation.n_behind(request.extends.conversation)
         n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
     n_reused = plan.start.n_reused
     seconds = rates.evaluation_seconds(n_reused, n_tokens) if rates.is_measured else 0.0
-    return plan.slot_id, n_tokens - n_reused, seconds
+    return n_tokens - n_reused, seconds
 
 
 def as_kept(request: Request, content: Content) -> Content:

@@ -161,15 +161,6 @@ class Process(Services):
         return self.shares_cells and sum(held) > self.n_ctx
 
     @property
-    def mixes_up_prompts(self) -> bool:
-        """Whether llama-server may answer wrongly if it evaluates two prompts at once.
-
-        0.7.0 does with gated delta nets, as in Qwen3.5; other recurrent states look alike.
-        """
-        may_be_recurrent = not self.sizes or any(size.fixed_bytes for size in self.sizes)
-        return self.saves_context_checkpoints and may_be_recurrent and len(self.slots) > 1
-
-    @property
     def n_queued(self) -> int:
         """How many requests wait for a slot, or for their turn to start."""
         return self.queue.n_waiting + self.launches.n_waiting

@@ -73,7 +73,7 @@ class UncachedRequest:
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
-                answer = await self._send(lease, raw, lambda: self._queue.note_running(slot_id))
+                answer = await self._send(raw, lambda: self._queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease)
                 raise
@@ -101,7 +101,7 @@ class UncachedRequest:
                 may_reuse = is_clear and NO_READ not in self._request.wishes
                 if self._body is not None and (self._n_slots > 1 or not may_reuse):
                     raw = pin(self._body, reuses=may_reuse)
-                await self._send(lease, raw)
+                await self._send(raw)
                 used = await self._used(lease)
             except BaseException:
                 self._abandon(lease)
@@ -111,17 +111,13 @@ class UncachedRequest:
                     placement.cancel()
             self._mark_unknown(used)
 
-    async def _send(self, lease: Lease[None], raw: bytes, on_start: OnStart = do_nothing) -> Answer:
+    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
         """Send the request, report it, and return the answer.
 
         The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
         process, request = self._process, self._request
-        slot_id = next(iter(lease.held)) if len(lease.held) == 1 else None
-        with process.launches.evaluation(slot_id, 0, 0.0, request.answering) as take_turn:
-            if process.mixes_up_prompts:
-                await take_turn()
-            answer = await process.launches.send(self._turn, request, raw, on_start)
+        answer = await process.launches.send(self._turn, request, raw, on_start)
         if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
             process.unsupported_paths.add(request.path)
         process.report.not_looked_up(request, request.why or "nothing is cached")

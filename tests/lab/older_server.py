@@ -60,6 +60,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--fit", dest="fit_params", type=_ON_OFF.get)
     parser.add_argument("--metrics", dest="endpoint_metrics", action="store_true")
     parser.add_argument("--swa-full", action="store_true")
+    parser.add_argument("--no-repack", action="store_true", default=None, dest="no_extra_bufts")
     parser.add_argument("--spec-type", choices=["draft-mtp"])
     parser.set_defaults(endpoint_slots=True, n_gpu_layers=0)
     return parser

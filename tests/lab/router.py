@@ -14,6 +14,7 @@ from tests.lab.server import (
     BASE_ARGUMENTS,
     DEFAULT_MODEL_FOLDER,
     POLL_INTERVAL_SECONDS,
+    SLOTS_APART,
     STOP_TIMEOUT_SECONDS,
     LlamaServerError,
     find_llama_server,
@@ -67,7 +68,16 @@ class Router(ModelHost):
         command = [str(self.binary), "--models-dir", str(self.models.resolve())]
         command += ["--models-max", str(self.models_max)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), "-t", "1", *BASE_ARGUMENTS]
+        command += [
+            "-np",
+            str(self.n_slots),
+            "-c",
+            str(self.n_ctx),
+            "-t",
+            "1",
+            SLOTS_APART,
+            *BASE_ARGUMENTS,
+        ]
         if self.slot_save_path is not None:
             command += ["--slot-save-path", str(self.slot_save_path.resolve())]
         return [*command, *self.extra_args]

@@ -36,6 +36,9 @@ _given: set[int] = set()
 # A fixed context and no RAM cache: every reuse a test sees comes from a slot.
 BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on")
 
+# With several slots, AMX kernels mix up the prompts of a Qwen3.5: docs/upstream/prompts_at_once.py.
+SLOTS_APART = "--no-repack"
+
 
 class LlamaServerError(Exception):
     """A server is missing, died, or did not become ready."""
@@ -233,6 +236,7 @@ class LlamaServer(ServerProcess):
         command = [str(self.binary), "--model", str(self.model.resolve())]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), *BASE_ARGUMENTS]
+        command += [SLOTS_APART] * (self.n_slots > 1)
         command += ["-t", str(self.n_threads)]
         if self.slot_save_path is not None:
             command += ["--slot-save-path", str(self.slot_save_path.resolve())]

@@ -27,6 +27,7 @@ from proxy.doctor.findings import (
     findings_of,
     summary,
 )
+from proxy.run.process import has_amx
 from proxy.settings import Settings
 from proxy.store.files import StateFiles
 from tests.lab.conversation import agent_requests, system, tools
@@ -311,6 +312,15 @@ async def test_missing_swa_full_is_named_where_it_matters(
     assert without.exit_status == 2
     assert "--swa-full" in without.problems()["nothing can be restored"]
     assert (mended.problems(), mended.exit_status) == ({}, 0)
+
+
+async def test_slots_that_are_mixed_up_are_named(new_server: NewServer, directory: Path) -> None:
+    with new_server("hybrid", "--repack") as server:  # the last flag wins
+        repacked = await diagnose(server, directory)
+    with new_server("hybrid") as server:
+        found = await diagnose(server, directory)
+    assert list(repacked.problems()) == ["several slots"] * has_amx()
+    assert (found.problems(), found.facts.n_slots) == ({}, 2)
 
 
 async def test_states_without_context_checkpoints_are_named(

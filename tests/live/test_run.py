@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from proxy.run.process import has_amx
 from tests.lab.architectures import N_CONTEXT
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
@@ -95,6 +96,12 @@ def test_prompt_that_goes_back_inside_a_sliding_window_is_answered_as_alone(
     assert in_slot["timings"]["cache_n"] >= 2800
     alone = run.post("/completion", body | {"cache_prompt": False})
     assert distance(in_slot, alone) <= WRONG_BAR
+
+
+def test_slots_of_a_hybrid_model_are_kept_apart_on_a_cpu_with_amx(new_run: StartRun) -> None:
+    run = new_run("hybrid", arguments=("-c", "16384", "-np", "2"))
+    run.start_and_await_caching()
+    assert ("--no-repack" in run.log_text()) == has_amx()
 
 
 def test_commands_know_where_run_keeps_states_and_what_it_stands_before(

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from proxy.run.process import has_amx
 from tests.lab.models import model_path
 from tests.lab.older_server import binary_of
 from tests.lab.server import (
     DEFAULT_MODEL_FOLDER,
     REPOSITORY,
+    SLOTS_APART,
     LlamaServer,
     find_free_port,
     find_llama_server,
@@ -38,15 +40,12 @@ def run(script: str, *arguments: str) -> tuple[int, str]:
         ("window_purged_too_early.py", "swa", ""),
         ("stale_context_checkpoint.py", "swa", ""),
         ("stale_context_checkpoint.py", "hybrid", ""),
-        ("prompts_at_once.py", "hybrid", ""),
     ],
 )
 def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_path: Path) -> None:
     model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
     binary = binary_of(build) if build else find_llama_server()
-    server = LlamaServer(
-        model, tmp_path, n_slots=1 + (script == "prompts_at_once.py"), n_ctx=8192, binary=binary
-    )
+    server = LlamaServer(model, tmp_path, n_slots=1, n_ctx=8192, binary=binary)
     server.start()
     try:
         takes_folder = script in ("damaged_file_aborts.py", "window_off_by_one.py")
@@ -56,6 +55,21 @@ def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_p
     assert status == SHOWN, said
     if build:
         assert "one position lower: reused 2200" in said
+
+
+@pytest.mark.parametrize("flags", [(), (SLOTS_APART,)])
+def test_amx_kernels_mix_up_slots_unless_weights_are_not_repacked(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    # A last flag wins.
+    server = LlamaServer(model, tmp_path, extra_args=flags or ("--repack",))
+    server.start()
+    try:
+        status, said = run("prompts_at_once.py", server.base_url)
+    finally:
+        server.kill()
+    assert (status == SHOWN) == (not flags and has_amx()), said
 
 
 @pytest.mark.long

@@ -173,6 +173,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(BLOCKER, "nothing can be restored", "reuses nothing", "--swa-full (it takes more"),
         ),
         (server(is_asleep=True), LIMIT, "llama-server", "asleep", "--sleep-idle-seconds"),
+        (server(mixes_up_slots=True), LIMIT, "several slots", "are wrong", "--no-repack"),
         (server(has_ram_cache=True), LIMIT, "RAM cache", "is on", "--cache-ram 0"),
         (
             memory(END_ONLY, version=3, sections=(ATTENTION, RECURRENT)),

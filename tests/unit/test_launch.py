@@ -7,6 +7,7 @@ import pytest
 from proxy.core.launch import (
     Given,
     Launch,
+    keep_slots_apart,
     let_presets_win,
     narrow_batches,
     plan_launch,
@@ -82,6 +83,25 @@ def test_narrow_batches_makes_logical_and_physical_batches_alike(
     made = Launch()
     narrow_batches(made, flags, {"-b", "--batch-size"})
     assert (added(made), len(made.warnings)) == (added_then, n_warnings)
+
+
+@pytest.mark.parametrize(
+    ("given", "added_then"),
+    [
+        ({"parallel": "2"}, "--no-repack"),
+        ({"parallel": "-1"}, "--no-repack"),  # llama-server chooses
+        ({"parallel": "1"}, ""),
+        ({}, ""),  # one slot is added
+        ({"parallel": "2", "repack": "on"}, ""),
+    ],
+)
+def test_keep_slots_apart_adds_a_flag_for_several_slots(
+    given: dict[str, str], added_then: str
+) -> None:
+    flags = {f"--{name}": Given(name, value) for name, value in given.items()}
+    made = Launch()
+    keep_slots_apart(made, flags, {"--no-repack"})
+    assert added(made) == added_then
 
 
 def test_plan_launch_without_slot_saves_is_a_conflict() -> None:
