@@ -64,6 +64,7 @@ class Reader:
             "PYTHONPATH": str(REPOSITORY),
             "READER": str(self._own),
             "LLAMA_ARG_THREADS": "1",
+            "LLAMA_ARG_REPACK": "0",  # as in `SLOTS_APART`: a reader's CPU mostly has no AMX
             "LLAMA_PREFIX_CACHE_UPSTREAM": f"http://127.0.0.1:{self.ports['8080']}",
             "LLAMA_PREFIX_CACHE_LISTEN": f"127.0.0.1:{self.ports['8081']}",
             "LLAMA_PREFIX_CACHE_ADMIN": f"127.0.0.1:{self.ports['8082']}",
