@@ -143,14 +143,13 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class LostRange:
-    """Tokens that llama-server would evaluate again if a checkpoint were removed.
+    """The tokens from `begin` to `end`, which would be evaluated again if a checkpoint were removed.
 
-    `n_before` tokens lie before these. `leads_to` is the kind of cut at their end. A request last began
-    with all of them at `asked_at`.
+    `leads_to` is the kind of cut at their end. A request last began with all of them at `asked_at`.
     """
 
-    n_before: int
-    n_tokens: int
+    begin: int
+    end: int
     leads_to: CheckpointKind
     asked_at: float
 
@@ -171,8 +170,7 @@ def lost_without(
         n_begin = max(n_before, min(n_end, n_anywhere), ends[bisect_right(ends, n_end) - 1])
         if n_begin < n_end:
             asked_at = max(relative.asked_at(n_end) for relative in (own, *others))
-            n_kept = end_of_block(n_begin)
-            lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
+            lost.append(LostRange(end_of_block(n_begin), end_of_block(n_end), leads_to, asked_at))
         n_before = n_end
     return lost
 
@@ -319,8 +317,7 @@ def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Pr
         pause_seconds = max(0.0, present.now - part.asked_at)
         in_swing = (checkpoint.n_turns - 1) / (1 + pause_seconds / SWING_SECONDS)
         likelihood = (1 + in_swing) / (1 + pause_seconds / PAUSE_SECONDS)
-        n_end = part.n_before + part.n_tokens
-        seconds += likelihood * rates.evaluation_seconds(part.n_before, n_end)
+        seconds += likelihood * rates.evaluation_seconds(part.begin, part.end)
     return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
 
 
@@ -328,7 +325,7 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
     """Return the rank of a checkpoint without which the *lost* ranges are evaluated again."""
     is_live_header = present.serves(checkpoint) and any(
         part.leads_to is CheckpointKind.HEADER
-        and part.n_tokens >= MIN_PROTECTED_TOKENS
+        and part.end - part.begin >= MIN_PROTECTED_TOKENS
         and present.now - part.asked_at <= LIVE_SECONDS
         for part in lost
     )
