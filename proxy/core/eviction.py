@@ -332,21 +332,20 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
     return Rank.LIVE_HEADER if is_live_header else Rank.ORDINARY
 
 
-def score_of(checkpoint: Checkpoint, lost: Iterable[LostRange]) -> float:
+def score_of(checkpoint: Checkpoint, asked_at: Iterable[float]) -> float:
     """Return a checkpoint's score; those with the lowest scores are compared for room.
 
-    The score is infinite for a pinned checkpoint and 0 in quarantine. Otherwise it is the time, in seconds
-    since 1970, at which a request last began with one of the *lost* ranges; 1 if there is none.
+    The score is infinite for a pinned checkpoint and 0 in quarantine. Otherwise it is the newest of the
+    times, in seconds since 1970, at which requests began with what would be lost; 1 if there is none.
     """
     if checkpoint.is_pinned:
         return inf
-    return 0.0 if checkpoint.quarantine else max([1.0, *(part.asked_at for part in lost)])
+    return 0.0 if checkpoint.quarantine else max([1.0, *asked_at])
 
 
 def first_score(checkpoint: Checkpoint) -> float:
     """Return the score that a checkpoint would have if it shared no tokens with others."""
-    used_at = checkpoint.last_used_at
-    return score_of(checkpoint, [LostRange(0, checkpoint.n_tokens, checkpoint.kind, used_at)])
+    return score_of(checkpoint, [checkpoint.last_used_at])
 
 
 def choose_victims(
@@ -405,4 +404,4 @@ def choose_victims(
         n_bytes_to_free -= victim.size_bytes
         gone.add(victim.id)
     kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
-    return victims, {c.id: score_of(c, lost_with(c)) for c in kept}
+    return victims, {c.id: score_of(c, [p.asked_at for p in lost_with(c)]) for c in kept}
