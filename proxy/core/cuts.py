@@ -244,9 +244,7 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
         n_ahead = (len(places) + 1) * n_step + int(n_step * _TURN_AHEAD_SHARE)
         first = next((i for i in begins if parts[i].begins_turn and before[i] < n_ahead), begins[0])
         # If a turn is cut in two, its user message stays.
-        asked = None
-        if not parts[first].begins_turn:
-            asked = max((i for i in turns if i < first), default=None)
+        asked = None if first in turns else max((i for i in turns if i < first), default=None)
         n_asked = parts[asked].n_tokens if asked is not None else 0
         places.append(ContextCut(first, asked, before[first] - n_asked))
     return places

@@ -143,14 +143,13 @@ class Relative:
 
 @dataclass(frozen=True, slots=True)
 class LostRange:
-    """Tokens that llama-server would evaluate again if a checkpoint were removed.
+    """The tokens from `begin` to `end`, which would be evaluated again if a checkpoint were removed.
 
-    `n_before` tokens lie before these. `leads_to` is the kind of cut at their end. A request last began
-    with all of them at `asked_at`.
+    `leads_to` is the kind of cut at their end. A request last began with all of them at `asked_at`.
     """
 
-    n_before: int
-    n_tokens: int
+    begin: int
+    end: int
     leads_to: CheckpointKind
     asked_at: float
 
@@ -171,8 +170,7 @@ def lost_without(
         n_begin = max(n_before, min(n_end, n_anywhere), ends[bisect_right(ends, n_end) - 1])
         if n_begin < n_end:
             asked_at = max(relative.asked_at(n_end) for relative in (own, *others))
-            n_kept = end_of_block(n_begin)
-            lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
+            lost.append(LostRange(end_of_block(n_begin), end_of_block(n_end), leads_to, asked_at))
         n_before = n_end
     return lost
 
@@ -319,8 +317,7 @@ def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Pr
         pause_seconds = max(0.0, present.now - part.asked_at)
         in_swing = (checkpoint.n_turns - 1) / (1 + pause_seconds / SWING_SECONDS)
         likelihood = (1 + in_swing) / (1 + pause_seconds / PAUSE_SECONDS)
-        n_end = part.n_before + part.n_tokens
-        seconds += likelihood * rates.evaluation_seconds(part.n_before, n_end)
+        seconds += likelihood * rates.evaluation_seconds(part.begin, part.end)
     return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
 
 
@@ -328,28 +325,27 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
     """Return the rank of a checkpoint without which the *lost* ranges are evaluated again."""
     is_live_header = present.serves(checkpoint) and any(
         part.leads_to is CheckpointKind.HEADER
-        and part.n_tokens >= MIN_PROTECTED_TOKENS
+        and part.end - part.begin >= MIN_PROTECTED_TOKENS
         and present.now - part.asked_at <= LIVE_SECONDS
         for part in lost
     )
     return Rank.LIVE_HEADER if is_live_header else Rank.ORDINARY
 
 
-def score_of(checkpoint: Checkpoint, lost: Iterable[LostRange]) -> float:
+def score_of(checkpoint: Checkpoint, asked_at: Iterable[float]) -> float:
     """Return a checkpoint's score; those with the lowest scores are compared for room.
 
-    The score is infinite for a pinned checkpoint and 0 in quarantine. Otherwise it is the time, in seconds
-    since 1970, at which a request last began with one of the *lost* ranges; 1 if there is none.
+    The score is infinite for a pinned checkpoint and 0 in quarantine. Otherwise it is the newest of the
+    times, in seconds since 1970, at which requests began with what would be lost; 1 if there is none.
     """
     if checkpoint.is_pinned:
         return inf
-    return 0.0 if checkpoint.quarantine else max([1.0, *(part.asked_at for part in lost)])
+    return 0.0 if checkpoint.quarantine else max([1.0, *asked_at])
 
 
 def first_score(checkpoint: Checkpoint) -> float:
     """Return the score that a checkpoint would have if it shared no tokens with others."""
-    used_at = checkpoint.last_used_at
-    return score_of(checkpoint, [LostRange(0, checkpoint.n_tokens, checkpoint.kind, used_at)])
+    return score_of(checkpoint, [checkpoint.last_used_at])
 
 
 def choose_victims(
@@ -408,4 +404,4 @@ def choose_victims(
         n_bytes_to_free -= victim.size_bytes
         gone.add(victim.id)
     kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
-    return victims, {c.id: score_of(c, lost_with(c)) for c in kept}
+    return victims, {c.id: score_of(c, [p.asked_at for p in lost_with(c)]) for c in kept}

@@ -10,6 +10,7 @@ import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from proxy.core.slots import UBATCH_TOKENS
 
@@ -353,17 +354,15 @@ def read_given(
         if found := _from_environment(option, environment):
             given |= dict.fromkeys(option.names, found)
     by_name = {name: option for option in options for name in option.names}
-    index = 0
-    while index < len(arguments):
-        written = arguments[index]
+    words = iter(arguments)
+    for written in words:
         # llama-server takes --cache_ram for --cache-ram, and no --name=value.
         name = written.replace("_", "-") if written.startswith("--") else written
-        index += 1
         if known := by_name.get(name):
             switched = OFF if _turns_off(name) else ON
-            value = switched if known.is_switch else "".join(arguments[index : index + 1])
+            values = list(islice(words, known.n_values))
+            value = switched if known.is_switch else "".join(values[:1])
             given |= dict.fromkeys(known.names, Given(written, value))
-            index += known.n_values
     return given
 
 

@@ -80,6 +80,9 @@ SHARED_HEADER_SAVES = 4.0
 """A header is saved at a stop if its evaluation takes this many times as long as its save: another request
 in another slot may need it before this one is answered."""
 
+N_CANDIDATES = 32
+"""So many checkpoints are considered at most."""
+
 N_ALTERNATIVES = 3
 """How many of the options that were not chosen are reported."""
 
@@ -394,7 +397,7 @@ def _why(rule: Rule, options: list[Start]) -> Why:
 
 
 def promising(
-    rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
+    rule: Rule, found: Iterable[Candidate], n_prompt: int
 ) -> tuple[tuple[Candidate, ...], int]:
     """Return the usable candidates of *found*, and the longest common prefix of any.
 
@@ -408,11 +411,10 @@ def promising(
         n_longest = max(n_longest, candidate.n_common)
         if candidate.n_common < WORTH_A_LOOK_SHARE * n_best:
             break
-        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
-        if n_usable:
+        if n_usable := usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt):
             kept.append(candidate)
             n_best = max(n_best, n_usable)
-        if len(kept) == n_at_most:
+        if len(kept) == N_CANDIDATES:
             break
     return tuple(kept), n_longest
 

@@ -190,12 +190,8 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
 def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId]:
     """Return the other slots that llama-server may choose for a prompt instead of *target*."""
     n_target = shared_tokens(target.content, tokens)
-    found = []
-    for slot in slots:
-        n_rival = shared_at_most(slot, tokens) if slot.id != target.id else -1
-        if n_rival > n_target or (n_rival == n_target and slot.id < target.id):
-            found.append(slot.id)
-    return found
+    others = [(shared_at_most(s, tokens), s.id) for s in slots if s.id != target.id]
+    return [i for n, i in others if n > n_target or (n == n_target and i < target.id)]
 
 
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
@@ -205,7 +201,7 @@ def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
 
 def slot_to_extend(
     conversation: Conversation,
-    slots: Iterable[Slot],
+    slots: Collection[Slot],
     rule: Rule,
     namespace: Namespace,
     n_ctx: int,
@@ -220,7 +216,10 @@ def slot_to_extend(
     """
     if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
         return None  # under *end only* a prompt needs a stop at its last cut
-    slots = list(slots)
+
+    def n_held(slot: Slot, tokens: TokenIds) -> int:
+        return shared_tokens(slot.content, tokens) if is_pinned else shared_at_most(slot, tokens)
+
     for slot in slots:
         content = slot.content
         if slot.is_leased or not isinstance(content, Known):
@@ -231,12 +230,7 @@ def slot_to_extend(
         tokens = content.tokens
         # No token is shorter than a byte.
         n_new_tokens = sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
-        is_only = all(
-            (shared_tokens(s.content, tokens) if is_pinned else shared_at_most(s, tokens))
-            < len(tokens)
-            for s in slots
-            if s.id != slot.id
-        )
+        is_only = all(n_held(s, tokens) < len(tokens) for s in slots if s is not slot)
         goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
         if content.n_tokens + n_new_tokens < n_ctx and is_only and goes_on:
             return slot

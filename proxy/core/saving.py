@@ -118,11 +118,9 @@ def likely_cuts(content: Known, kind: CheckpointKind) -> dict[int, float]:
     """
     n_tokens = len(content.tokens)
     sure = {content.header, content.turn_start, n_tokens} - {0}
+    marks = sorted(set(content.marks) - sure, reverse=True)
     cuts = dict.fromkeys(sure, 1.0)
-    likelihood = 1.0
-    for mark in sorted(set(content.marks) - sure, reverse=True):
-        likelihood *= OLDER_MARK_SHARE
-        cuts[mark] = likelihood
+    cuts |= {mark: OLDER_MARK_SHARE**n for n, mark in enumerate(marks, 1)}
     is_at_end = kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH)
     return {n: cuts[n] for n in sorted(cuts) if n < n_tokens + (not is_at_end)}
 

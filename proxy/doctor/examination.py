@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
@@ -76,27 +76,26 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
     # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
     setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
-    async with new_session() as session:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
-            except StoreLocked as lock:
-                setup.lock = str(lock)
-                setup.health = await _health(session, settings)
-            stored = _examine_directory(setup)
-            if setup.problem or setup.lock:
-                return setup
-            urls = upstream_urls(settings)
-            for url in urls:
-                root = LlamaServer(session, Target(url), settings.upstream_api_key)
-                upstreams, host = await reach(root, model)
-                setup.hosts += [host] if host else []
-                for upstream in upstreams:
-                    name = upstream.target.name if host or len(urls) > 1 else ""
-                    url, kind = upstream.target.base_url, host.kind if host else ""
-                    facts = LlamaServerFacts(url=url, name=name, host=kind)
-                    setup.llama_servers.append(facts)
-                    await _examine_server(upstream, facts, settings, stored)
+    async with new_session() as session, AsyncExitStack() as stack:
+        try:
+            stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
+        except StoreLocked as lock:
+            setup.lock = str(lock)
+            setup.health = await _health(session, settings)
+        stored = _examine_directory(setup)
+        if setup.problem or setup.lock:
+            return setup
+        urls = upstream_urls(settings)
+        for url in urls:
+            root = LlamaServer(session, Target(url), settings.upstream_api_key)
+            upstreams, host = await reach(root, model)
+            setup.hosts += [host] if host else []
+            for upstream in upstreams:
+                name = upstream.target.name if host or len(urls) > 1 else ""
+                url, kind = upstream.target.base_url, host.kind if host else ""
+                facts = LlamaServerFacts(url=url, name=name, host=kind)
+                setup.llama_servers.append(facts)
+                await _examine_server(upstream, facts, settings, stored)
     return setup
 
 
@@ -205,11 +204,10 @@ async def _note_slots(facts: LlamaServerFacts, probed: "ProbedServer", process: 
     if probed.first_props:
         facts.model, facts.is_asleep = probed.first_props.model_path, probed.first_props.is_sleeping
     with suppress(UpstreamFault):
-        statuses = [status for status in await process.slot_states() if status.id in probed.held]
-        if process.clears_idle_slots is None and any(probed.held.values()):
+        held = [status for status in await process.slot_states() if probed.held.get(status.id)]
+        if process.clears_idle_slots is None and held:
             # One empty slot was run: the content of the other slots must still be there.
-            told = [status for status in statuses if probed.held[status.id]]
-            process.note_clearing(clears=any(not status.n_held for status in told))
+            process.note_clearing(clears=any(not status.n_held for status in held))
     counts = len(probed.empty), len(probed.held), probed.n_busy
     if sum(counts) == facts.n_slots:  # else the attach ended before all slots were looked at
         facts.n_empty, facts.n_held, facts.n_busy = counts

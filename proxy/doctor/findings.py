@@ -488,9 +488,7 @@ def _sharing_findings(setup: Setup) -> Iterator[Finding]:
 def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
     """Return whether something keeps two llama-servers from continuing each other's states."""
     a, b = left.owner, right.owner
-    if a is None or b is None:
-        return None
-    if a.has_same_model(b) and left.n_ctx == right.n_ctx:
+    if a is None or b is None or (a.has_same_model(b) and left.n_ctx == right.n_ctx):
         return None
     text = (
         f"{left.name} and {right.name} cannot continue all states of each other: they serve {left.model}"

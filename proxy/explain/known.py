@@ -117,11 +117,9 @@ class KnownPrompts:
 
     def _has_any(self, tokens: TokenIds, end: int) -> bool:
         """Return whether a known prompt has the same few tokens up to *end*, and the next one."""
-        some = tokens[end - SLACK_TOKENS : end + 1]
-        if len(tokens) <= end:
-            return False
+        few = slice(end - SLACK_TOKENS, end + 1)
         longer = (known.tokens for known in self._known if len(known.tokens) > end)
-        return any(o[end] == some[-1] and o[end - SLACK_TOKENS : end + 1] == some for o in longer)
+        return any(others[few] == tokens[few] for others in longer)
 
     def matches(
         self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float

@@ -178,7 +178,7 @@ class Journal:
         found = (
             record
             for record in (each.request for each in self._newest())
-            if not (only_misses and not record.cause.is_miss)
+            if (record.cause.is_miss or not only_misses)
             and conversation in ("", record.conversation)
             and client in ("", record.client)
         )

@@ -131,14 +131,12 @@ def stabilize(
     if changes:
         made = (changes[i][0] if i in changes else [same] for i, same in enumerate(messages))
         draft.messages = [message for group in made for message in group]
-    changed_by = {name for change in changes.values() for name in change[1]}
     beginning = facts, {key: body[key] for key in body if key != draft.list_name}
     only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
-    of_requests = [name for name in OF_REQUESTS if name in names]
-    if only_adds and beginning == seen.beginning:
-        of_requests = [name for name in of_requests if name not in _OF_BEGINNINGS]
+    idle = _OF_BEGINNINGS if only_adds and beginning == seen.beginning else ()
+    of_requests = [name for name in OF_REQUESTS if name in names and name not in idle]
     changed_of_requests = _change_request(draft, of_requests, result)
-    changed_by |= changed_of_requests
+    changed_by = changed_of_requests.union(*(made_by for _, made_by in changes.values()))
     # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
     # sticky_session leaves the name of the session out of that description again.
     if changed_by and draft.body == body and encode(draft.body) == encode(body):

@@ -154,7 +154,7 @@ class _Holding:
 
     def _kept(self, where: str, found: re.Match[str]) -> str:
         """Return the words to send in place of those found."""
-        words, around, shared = found[0], self._kind.around(found), None
+        words, around = found[0], self._kind.around(found)
         place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
@@ -286,21 +286,19 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
 
     The arguments are an object in the Anthropic form, a text in the others.
     """
-    key = "input" if draft.route is Route.MESSAGES else "arguments"
+    is_object = draft.route is Route.MESSAGES
+    key = "input" if is_object else "arguments"
     name, arguments = holder.get("name"), holder.get(key)
     if not isinstance(call_id, str) or not isinstance(name, str):
         return holder
     if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
         draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # later requests need it too
-    if key == "input" and isinstance(arguments, dict):
-        chosen = choose_call(made, name, encode(arguments).decode())
-    elif key == "arguments" and isinstance(arguments, str):
-        chosen = choose_call(made, name, arguments)
-    else:
+    if not isinstance(arguments, dict if is_object else str):
         return holder
-    if chosen is None:
+    raw_arguments = arguments if isinstance(arguments, str) else encode(arguments).decode()
+    if (chosen := choose_call(made, name, raw_arguments)) is None:
         return holder
-    written = object_in(chosen[1]) if key == "input" else chosen[1]
+    written = object_in(chosen[1]) if is_object else chosen[1]
     restored = {**holder, "name": chosen[0], key: written}
     return holder if encode(restored) == encode(holder) else restored
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Candidate, CheckpointId, Rule, usable_tokens
-from proxy.core.plan import most_useful, promising
+from proxy.core.plan import N_CANDIDATES, most_useful, promising
 from tests.unit.builders import END_ONLY, RESTORE_POINTS, candidate
 from tests.unit.situations import MEASURED_RULES
 
@@ -42,8 +42,8 @@ def test_promising_stops_reading_when_nothing_longer_can_follow() -> None:
 
 
 def test_promising_of_too_many_keeps_the_limit() -> None:
-    found = [candidate(1000, 1000, id=CheckpointId(i)) for i in range(9)]
-    assert len(promising(END_ONLY, found, 2000, n_at_most=4)[0]) == 4
+    found = [candidate(1000, 1000, id=CheckpointId(i)) for i in range(N_CANDIDATES + 5)]
+    assert len(promising(END_ONLY, found, 2000)[0]) == N_CANDIDATES
 
 
 def test_most_useful_is_what_spares_most_and_not_what_shares_most() -> None:
