@@ -151,7 +151,7 @@ class Walk:
             self.counts["refused"] += 1
             return
         n_reused, n_new = reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
-        far = await asyncio.to_thread(self._distance, path, body, reply, n_reused)
+        far = await asyncio.to_thread(self._distance, body, reply, n_reused)
         self.furthest = max(self.furthest, min(far, 99.0))
         self.counts["answers"] += 1
         self.counts["reused"] += n_reused
@@ -164,21 +164,25 @@ class Walk:
             said = reply["tokens"] if self._rng.random() < 0.5 else []
             self._prompts = [*self._prompts[-N_KEPT:], [*body["prompt"], *said]]
 
-    def _distance(self, path: str, body: Body, reply: Body, n_reused: int) -> float:
-        body = body | {"cache_prompt": True, "id_slot": 0}
-        far = distance(reply, self._answer_alone(path, body, 0))
-        if far > WRONG and path == COMPLETION:
-            far = min(far, distance(reply, self._answer_alone(path, body, n_reused)))
-        return far
+    def _distance(self, body: Body, reply: Body, n_reused: int) -> float:
+        prompt = body.get("prompt") or self._tokens(body)
+        far = distance(reply, self._answer_alone(prompt, 0))
+        return (
+            min(far, distance(reply, self._answer_alone(prompt, n_reused))) if far > WRONG else far
+        )
 
-    def _answer_alone(self, path: str, body: Body, n_first: int) -> Body:
+    def _tokens(self, chat: Body) -> list[int]:
+        text = self._post("/apply-template", {"messages": chat["messages"]})["prompt"]
+        fields = {"content": text, "add_special": True, "parse_special": True}
+        return list(self._post("/tokenize", fields)["tokens"])
+
+    def _answer_alone(self, prompt: list[int], n_first: int) -> Body:
         self._post("/slots/0?action=erase", {})
-        if path == COMPLETION:
-            # llama-server stops four tokens before the end of a prompt in any case.
-            first = {"prompt": body["prompt"][: n_first or -4], "n_predict": 0, "id_slot": 0}
-            if first["prompt"]:
-                self._post(COMPLETION, first)
-        return self._post(path, body)
+        fields = {"temperature": 0, "n_probs": 10, "id_slot": 0}
+        # llama-server stops four tokens before the end of a prompt in any case.
+        if first := prompt[: n_first or -4]:
+            self._post(COMPLETION, fields | {"prompt": first, "n_predict": 0})
+        return self._post(COMPLETION, fields | {"prompt": prompt, "n_predict": 1})
 
     def _post(self, path: str, body: Body) -> Body:
         status, reply = self._alone.request("POST", path, body)
