@@ -197,12 +197,7 @@ class Cache:
             raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(
-                request.route,
-                request.chat,
-                request.headers,
-                request.namespace,
-                process.rule,
-                process.n_ctx,
+                request.route, request.chat, request.headers, request.namespace, process.rule
             )
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):

@@ -41,7 +41,7 @@ from proxy.serving.planning import (
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import Request
-from proxy.tasks import Turn
+from proxy.tasks import Turn, wait_for
 
 _FIRST_TOKEN_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 0.05
@@ -82,6 +82,11 @@ class CachedRequest:
     @property
     def _plan(self) -> Plan:
         return self._account.plan
+
+    @property
+    def _prompt_as_planned(self) -> Prompt:
+        """The prompt with the cuts of the plan, which has found the branch."""
+        return replace(self._prompt, cuts=self._plan.cuts)
 
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
@@ -276,13 +281,17 @@ class CachedRequest:
             self._account.restore_seconds += time.monotonic() - began
 
     async def _make_stops(self) -> None:
-        process, plan, headers = self._process, self._plan, self._request.headers
-        for stop in plan.stops:
-            stopped = process.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
-            self._account.add(await stopped)
+        process, slot_id = self._process, self._plan.slot_id
+        for stop in self._plan.stops:
+            await self._evaluate_to(stop.n_tokens)
             if stop.save_as and not self._account.is_ineffective_restore:
-                save = process.saves.begin(plan.slot_id, stop.save_as, is_just_predicted=True)
+                save = process.saves.begin(slot_id, stop.save_as, is_just_predicted=True)
                 await process.finish(self._lease, save)
+
+    async def _evaluate_to(self, n_tokens: int) -> None:
+        prompt, headers = self._prompt_as_planned, self._request.headers
+        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, headers)
+        self._account.add(await stopped)
 
     # The request is sent, and may fail.
 
@@ -311,9 +320,7 @@ class CachedRequest:
 
         llama-server would render the messages while it evaluates them, and the first token would wait.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
-                await self._request.answering.wait()
+        await wait_for(self._request.answering, _FIRST_TOKEN_SECONDS)
         with suppress(ServerAway, WillBeRefused):
             await self._read()
 
@@ -406,7 +413,7 @@ class CachedRequest:
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""
-        process, prompt, account = self._process, self._prompt, self._account
+        process, prompt, account = self._process, self._prompt_as_planned, self._account
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             return unknown
@@ -416,7 +423,6 @@ class CachedRequest:
             if account.is_ineffective_restore:
                 self._confirm()
                 return unknown
-            prompt = replace(prompt, cuts=account.plan.cuts)
             content = process.content_after(before, prompt, n_media + timings.predicted_n)
             return replace(content, n_saved=content.n_tokens)
         if n_prompt != prompt.n_tokens:
@@ -436,9 +442,7 @@ class CachedRequest:
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
-        return process.content_after(
-            before, replace(prompt, cuts=account.plan.cuts), timings.predicted_n
-        )
+        return process.content_after(before, prompt, timings.predicted_n)
 
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()

@@ -7,7 +7,7 @@ the text and the tokens at hand before they are used.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_sys
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
-from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
+from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
 from proxy.llama.requests import GenerationBody, has_media, leading_system, rendering_key
 
 _N_REMEMBERED = 256
@@ -40,8 +40,6 @@ _N_TEXTS = 16
 _CHECKED = 64
 """One in so many texts is also tokenized as a whole, as a check."""
 
-Headers = Mapping[str, str]
-
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
@@ -56,9 +54,13 @@ class _RenderedPrompt:
 class PromptReader:
     """Reads the prompts of one llama-server's requests."""
 
-    def __init__(self, upstream: LlamaServer, *, shares_headers: bool = True) -> None:
-        """With *shares_headers* a header is found under any rule: other slots may use its state."""
+    def __init__(self, upstream: LlamaServer, n_ctx: int, *, shares_headers: bool = True) -> None:
+        """No cut is sought in a prompt that does not fit into *n_ctx* tokens: it will be refused.
+
+        With *shares_headers* a header is found under any rule: other slots may use its state.
+        """
         self._upstream = upstream
+        self._n_ctx = n_ctx
         self._shares_headers = shares_headers
         self._known = KnownTexts(upstream)
         self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
@@ -75,17 +77,10 @@ class PromptReader:
         )
 
     async def read(
-        self,
-        route: Route,
-        body: GenerationBody,
-        headers: Headers,
-        namespace: Namespace,
-        rule: Rule,
-        n_ctx: int,
+        self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
     ) -> Prompt:
         """Return the prompt of a *body*, which is in the chat form if it has messages.
 
-        No cut is sought in a prompt that does not fit into *n_ctx* tokens: llama-server will refuse it.
         Raises UpstreamFault.
         """
         if route is Route.COMPLETION:
@@ -103,7 +98,7 @@ class PromptReader:
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
-        kind = rule.kind if len(tokens) < n_ctx else RuleKind.NOTHING
+        kind = rule.kind if len(tokens) < self._n_ctx else RuleKind.NOTHING
         if goes_on:
             cuts = Cuts(await self._header(rendering))
         elif kind is RuleKind.ANY_PREFIX and self._shares_headers:

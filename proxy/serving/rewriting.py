@@ -86,9 +86,10 @@ class Stabilizing:
 
     def note_calls(self, request: Request) -> None:
         """Remember the tool calls of an answer, as the model made them."""
+        if request.answer is None or NO_STORE in request.wishes:
+            return
         tenant = request.tenant.hex()
-        is_kept = request.answer and NO_STORE not in request.wishes
-        for call in request.answer.calls if request.answer and is_kept else ():
+        for call in request.answer.calls:
             self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
 
     async def keep(self) -> None:
@@ -218,11 +219,9 @@ class Overflow:
     ) -> list[MessageSize]:
         """Return the size of each message in tokens, without the text that a template adds."""
         parts: list[MessageSize] = []
-        before: Json | None = None
-        for message in conversation:
+        for before, message in zip([None, *conversation], conversation, strict=False):
             n_tokens = await self._n_tokens(upstream, message, request)
             parts.append(MessageSize(n_tokens, begins_turn(message), begins_step(message, before)))
-            before = message
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:

@@ -69,7 +69,7 @@ class UncachedRequest:
             return Choice((slot.id,), None) if slot else None
 
         with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
-            (slot_id,) = lease.slot_ids
+            (slot_id,) = lease.held
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
@@ -78,7 +78,7 @@ class UncachedRequest:
                 self._abandon(lease)
                 raise
             if not answer.is_refusal:
-                self._mark_unknown(lease.slot_ids, brief=brief.digests if brief else b"")
+                self._mark_unknown([slot_id], brief=brief.digests if brief else b"")
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
