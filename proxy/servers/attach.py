@@ -391,14 +391,12 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
 
 
 async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
-    upstream, trials = process.upstream, list[tuple[int, int, int]]()
-    process.learn_evaluation(await upstream.evaluate(slot_id, text[:n_tokens]))
+    trials: list[tuple[int, int, int]] = []
+    process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))
     async with process.room.probe(slot_id, n_tokens) as saved:
         for prompt in _requests(text, n_tokens, saved.state):
-            await upstream.erase(slot_id)
-            await upstream.restore(slot_id, saved.file_name)
+            n_reused = await _reused(process, slot_id, saved, prompt)
             n_common = common_prefix_length(text[:n_tokens], prompt)
-            n_reused = (await upstream.evaluate(slot_id, prompt)).cache_n
             trials.append((n_common, min(n_common, len(prompt) - 1), n_reused))
     state = saved.state
     return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))

@@ -94,13 +94,9 @@ class Cache:
         if ending:
             await asyncio.wait(ending)
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
+        slots, is_pinned = process.slots, honours_id_slot(request.route)
         slot = slot_to_extend(
-            conversation,
-            process.slots,
-            process.rule,
-            request.namespace,
-            n_room,
-            is_pinned=honours_id_slot(request.route),
+            conversation, slots, process.rule, request.namespace, n_room, is_pinned=is_pinned
         )
         if slot is None or not isinstance(content := slot.content, Known):
             return False

@@ -26,14 +26,7 @@ from proxy.llama.requests import GenerationBody
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
-from proxy.stabilize.drops import (
-    begins_step,
-    begins_turn,
-    conversation_of,
-    rendered_text,
-    shortened,
-    wanted_tokens,
-)
+from proxy.stabilize import drops
 from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
 from proxy.stabilize.run import BODIES, Seen, inlined_body, keeps_inlined, read_facts, stabilize
 
@@ -169,7 +162,7 @@ class Overflow:
         """Return how many tokens a prompt may have without being shortened."""
         if not request.body:
             return process.n_ctx
-        return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
+        return room_for_prompt(process.n_ctx, drops.wanted_tokens(request.body.fields))
 
     async def fit(self, process: Process, request: Request, read: Read) -> bool:
         """Shorten a request that does not fit; return whether the request was shortened.
@@ -182,7 +175,7 @@ class Overflow:
         if request.prompt.n_tokens <= n_room:
             return False
         try:
-            conversation = conversation_of(request.route, request.body.fields)
+            conversation = drops.conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
             places = places_to_cut(parts, step_of(process.n_ctx, n_room))
             key = _conversation_key(request, request.body, process.upstream.target.model)
@@ -202,7 +195,7 @@ class Overflow:
         for index in range(start, len(places)):
             shorter = copy(request)
             first, asked = places[index].first, places[index].asked
-            fields = shortened(request.route, request.body.fields, first, asked)
+            fields = drops.shortened(request.route, request.body.fields, first, asked)
             shorter.rewrite(fields, REWRITE)
             await read(shorter)
             if shorter.prompt is None:
@@ -221,11 +214,12 @@ class Overflow:
         parts: list[MessageSize] = []
         for before, message in zip([None, *conversation], conversation, strict=False):
             n_tokens = await self._n_tokens(upstream, message, request)
-            parts.append(MessageSize(n_tokens, begins_turn(message), begins_step(message, before)))
+            begins = drops.begins_turn(message), drops.begins_step(message, before)
+            parts.append(MessageSize(n_tokens, *begins))
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
-        text = rendered_text(message)
+        text = drops.rendered_text(message)
         key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
         if key not in self._counts:
             tokens = await upstream.tokenize(text, request.headers, add_special=False)
