@@ -1,4 +1,4 @@
-"""Background work that outlives the request that began it; and turns.
+"""Background work that outlives the request that began it; waits of limited length; and turns.
 
 The turn is the right to do something that only one caller at a time may do.
 """
@@ -6,6 +6,7 @@ The turn is the right to do something that only one caller at a time may do.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,6 +34,13 @@ class Tasks:
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> None:
+    """Wait until an event is set, for at most *seconds*."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 class Turn:

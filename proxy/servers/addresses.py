@@ -365,13 +365,11 @@ class Addresses:
 
         *model* is the one that the query names.
         """
-        if not self._hosts:
-            return "", path
         hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
         split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
         known = (found for found in split if found[0].named(found[1]))
-        shortest = sorted(split, key=lambda found: len(found[2]))
-        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
+        shortest = min(split, key=lambda found: len(found[2]), default=(None, "", path))
+        _, named, rest = next(known, shortest)
         return named, rest
 
     async def accounted(self) -> None:

@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
-from proxy.core.slots import TAINTED, Content, Empty, Origin, SlotTable, Unknown, n_believed_points
+from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
@@ -97,18 +97,18 @@ async def attach(
     *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number.
     *last* is the result of an earlier attach to the same process, which could not cache either.
     """
-    contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        queue=SlotQueue(SlotTable(contents), MAX_REQUESTS),
+        queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(launch.n_context_checkpoints),
         takes_media=not props.modalities or any(props.modalities.values()),
         has_ram_cache=launch.has_ram_cache,
     )
-    process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
+    shares_headers = props.total_slots > 1
+    process.reader = PromptReader(process.upstream, props.n_ctx, shares_headers=shares_headers)
     process.room = Room(process)
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
@@ -228,22 +228,21 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     canary = await upstream.canary(slot_id, tokens)
     if process.store.files.is_readonly:
         await _recognize(process, identity, canary)
-        await upstream.erase(slot_id)
-        return table.set_content(slot_id, Empty())
-    async with process.room.probe(slot_id, len(tokens)) as saved:
-        probe = saved.state
-        if probe.tokens[: len(tokens)] != tokens:
-            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
-        await _look_for_clearing(process, slot_id, fixed[-1:])
-        process.saves_context_checkpoints = bool(probe.restore_points)
-        sections = [s for s in probe.layout or () if s.kind == "attention"]
-        process.shares_cells = len(table) > 1 and any(s.n_streams == 1 for s in sections)
-        name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
-        process.metrics.served_models.labels(name).set(1)
-        static = _static(identity, probe)
-        process.model_namespace = await _namespace(process, static, canary, name)
-        known = process.known(RULE, Rule)
-        await process.learn_rule(known or await _derive(process, slot_id, saved))
+    else:
+        async with process.room.probe(slot_id, len(tokens)) as saved:
+            probe = saved.state
+            if probe.tokens[: len(tokens)] != tokens:
+                raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+            await _look_for_clearing(process, slot_id, fixed[-1:])
+            process.saves_context_checkpoints = bool(probe.restore_points)
+            sections = [s for s in probe.layout or () if s.kind == "attention"]
+            process.shares_cells = len(table) > 1 and any(s.n_streams == 1 for s in sections)
+            name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+            process.metrics.served_models.labels(name).set(1)
+            static = _static(identity, probe)
+            process.model_namespace = await _namespace(process, static, canary, name)
+            known = process.known(RULE, Rule)
+            await process.learn_rule(known or await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
 
@@ -392,14 +391,12 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
 
 
 async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
-    upstream, trials = process.upstream, list[tuple[int, int, int]]()
-    process.learn_evaluation(await upstream.evaluate(slot_id, text[:n_tokens]))
+    trials: list[tuple[int, int, int]] = []
+    process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))
     async with process.room.probe(slot_id, n_tokens) as saved:
         for prompt in _requests(text, n_tokens, saved.state):
-            await upstream.erase(slot_id)
-            await upstream.restore(slot_id, saved.file_name)
+            n_reused = await _reused(process, slot_id, saved, prompt)
             n_common = common_prefix_length(text[:n_tokens], prompt)
-            n_reused = (await upstream.evaluate(slot_id, prompt)).cache_n
             trials.append((n_common, min(n_common, len(prompt) - 1), n_reused))
     state = saved.state
     return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
@@ -453,8 +450,7 @@ def look_again(process: Process) -> None:
     if (turn := process.launches.try_turn()) is None:
         return
     slot = choose_slot_to_empty(process.slots)
-    lease = process.queue.try_lease(slot.id) if slot else None
-    if lease is None:
+    if slot is None or (lease := process.queue.try_lease(slot.id)) is None:
         return turn.end()  # everything is busy: the next look may find a free slot
     get_logger("learning").warning(
         "restores are refused, or not reused as the rule says: the self-test runs",
@@ -463,7 +459,7 @@ def look_again(process: Process) -> None:
     )
     process.n_contradictions = 0
     process.n_contradictions_allowed *= 2
-    measuring = process.tasks.start(_try_to_measure(process, lease.slot_ids[0]))
+    measuring = process.tasks.start(_try_to_measure(process, slot.id))
     measuring.add_done_callback(lambda _: turn.end())
     lease.hand_over(measuring)
 

@@ -7,12 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from proxy.core.cuts import Stop
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
-from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy
+from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, shared_tokens
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
@@ -270,8 +269,7 @@ class Ahead:
         slot, cuts = process.slots[account.plan.slot_id], Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
         with await process.queue.lease(partial(_when_idle, process.slots, slot.id)) as lease:
-            held = slot.content.tokens if isinstance(slot.content, Known) else None
-            if not tokens or held is None or held[: prompt.n_tokens] != prompt.tokens:
+            if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
             begin = _n_reused(process, next_prompt, slot.id)
             seconds = process.rates.evaluation_seconds(begin, len(tokens))
@@ -284,7 +282,7 @@ class Ahead:
             began, n_evaluated = time.monotonic(), 0
             while begin < len(tokens) and self._task is asyncio.current_task():
                 begin = min(len(tokens), begin + n_piece)
-                stop = process.stop(slot.id, next_prompt, cuts, Stop(begin), request.headers)
+                stop = process.stop(slot.id, next_prompt, begin, request.headers)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
                 # To make it again costs no more than this did, and nobody waits.
                 if isinstance(content := process.slots[slot.id].content, Known):

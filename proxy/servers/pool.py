@@ -118,12 +118,10 @@ class Pool(Addresses):
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
         request.keeps_text = self.ahead.may_follow(process, request)
-        if self._fatal.deaths:
-            self._fatal.refuse(request)
+        self._fatal.refuse(request)
         try:
             await self._watched(server, request, self.cache.serve(process, request))
-            if self._fatal.deaths:
-                await self._fatal.note_answer(request)
+            await self._fatal.note_answer(request)
             self.ahead.note(process, request)
         except FreeElsewhere:
             return False

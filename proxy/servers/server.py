@@ -57,6 +57,7 @@ from proxy.serving.shared import Services
 from proxy.serving.tenants import warn_of_several
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
+from proxy.tasks import wait_for
 
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
@@ -139,7 +140,7 @@ class Watched:
                     is_loading = self.phase is Phase.LOADING
                     why = "is still loading its model" if is_loading else "cannot be reached"
                     raise ServerAway(f"llama-server {why}", was_sent="no", status=503)
-                await _await_event(self._changed, seconds)
+                await wait_for(self._changed, seconds)
         finally:
             self.n_waiting -= 1
 
@@ -155,17 +156,11 @@ class Watched:
     async def pause(self, seconds: float) -> None:
         """Wait until the next look is due."""
         self._poked.clear()
-        await _await_event(self._poked, seconds)
+        await wait_for(self._poked, seconds)
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-async def _await_event(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
 
 
 class Server(Watched):
@@ -434,16 +429,16 @@ class FatalRequests:
 
     def __init__(self, store: CheckpointStore | None) -> None:
         self._store = store
-        self.deaths: dict[str, tuple[int, float]] = {}
-        """By the hash of a request; while none is known, no hash need be made."""
+        self._deaths: dict[str, tuple[int, float]] = {}
+        """By the hash of a request; while none is known, no hash is made."""
         if store is not None:
             with suppress(StoreFault):
-                self.deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
+                self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
     def refuse(self, request: Request) -> None:
         """Raise ProxyError if llama-server has ended twice in a row during this request."""
-        if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
-            self.deaths[key_of(request)] = n_deaths, time.time()
+        if self._deaths and (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
+            self._deaths[key_of(request)] = n_deaths, time.time()
             raise ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
@@ -453,27 +448,27 @@ class FatalRequests:
 
     async def note_answer(self, request: Request) -> None:
         """Note that a request was answered: its deaths in a row end here."""
-        if (key := key_of(request)) in self.deaths:
-            del self.deaths[key]
+        if self._deaths and (key := key_of(request)) in self._deaths:
+            del self._deaths[key]
             await self._write()
 
     async def note_death(self, request: Request) -> None:
         """Note that llama-server ended while it worked on a request."""
         n_before, key = self._n_deaths(request), key_of(request)
-        self.deaths.pop(key, None)
-        self.deaths[key] = n_before + 1, time.time()
-        while len(self.deaths) > _MAX_REMEMBERED:
-            del self.deaths[next(iter(self.deaths))]
+        self._deaths.pop(key, None)
+        self._deaths[key] = n_before + 1, time.time()
+        while len(self._deaths) > _MAX_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
         await self._write()
 
     def _n_deaths(self, request: Request) -> int:
-        n_deaths, last_at = self.deaths.get(key_of(request), (0, 0.0))
+        n_deaths, last_at = self._deaths.get(key_of(request), (0, 0.0))
         return n_deaths if abs(time.time() - last_at) < FORGET_SECONDS else 0
 
     async def _write(self) -> None:
         if self._store is not None:
             with suppress(StoreFault):  # then the deaths are known only while the proxy runs
-                await self._store.put_value(_NAME, self.deaths)
+                await self._store.put_value(_NAME, self._deaths)
 
 
 def key_of(request: Request) -> str:

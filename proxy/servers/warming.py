@@ -18,7 +18,7 @@ from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.slots import Content, Known
+from proxy.core.slots import shared_tokens
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
@@ -172,7 +172,9 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
             await asyncio.wait(under_way)
         async with process.launches.turn():
             for slot in process.slots.free():
-                if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):
+                n_held = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+                is_whole = n_held == prompt.n_tokens
+                if is_whole and (lease := process.queue.try_lease(slot.id)):
                     with lease:
                         save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
                         await process.finish(lease, save)
@@ -182,15 +184,6 @@ def _kept(process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
     """Return how many tokens of a prompt can be restored at most, and from what."""
     found = process.store.find(prompt.namespace, prompt.tokens)
     return most_useful(process.rule, found, prompt.n_tokens + 1)
-
-
-def _holds(prompt: Prompt, content: Content) -> bool:
-    """Return whether a slot holds all of a prompt."""
-    return (
-        isinstance(content, Known)
-        and content.namespace == prompt.namespace
-        and content.tokens[: prompt.n_tokens] == prompt.tokens
-    )
 
 
 async def send_for_nobody(

@@ -94,13 +94,9 @@ class Cache:
         if ending:
             await asyncio.wait(ending)
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
+        slots, is_pinned = process.slots, honours_id_slot(request.route)
         slot = slot_to_extend(
-            conversation,
-            process.slots,
-            process.rule,
-            request.namespace,
-            n_room,
-            is_pinned=honours_id_slot(request.route),
+            conversation, slots, process.rule, request.namespace, n_room, is_pinned=is_pinned
         )
         if slot is None or not isinstance(content := slot.content, Known):
             return False
@@ -197,12 +193,7 @@ class Cache:
             raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(
-                request.route,
-                request.chat,
-                request.headers,
-                request.namespace,
-                process.rule,
-                process.n_ctx,
+                request.route, request.chat, request.headers, request.namespace, process.rule
             )
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
+from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import TAINTED, Content, SlotPhase, Unknown, must_be_erased, shared_tokens
@@ -26,22 +26,12 @@ from proxy.llama.answers import Answer
 from proxy.llama.client import Timings
 from proxy.llama.requests import honours_id_slot, pin
 from proxy.log import get_logger
+from proxy.serving import planning
 from proxy.serving.launches import wind_up
-from proxy.serving.planning import (
-    as_kept,
-    as_wished,
-    evaluation_size,
-    first_save,
-    look_up,
-    plan_behind_media,
-    plan_in,
-    plan_to_extend,
-    situation,
-)
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import Request
-from proxy.tasks import Turn
+from proxy.tasks import Turn, wait_for
 
 _FIRST_TOKEN_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 0.05
@@ -83,13 +73,18 @@ class CachedRequest:
     def _plan(self) -> Plan:
         return self._account.plan
 
+    @property
+    def _prompt_as_planned(self) -> Prompt:
+        """The prompt with the cuts of the plan, which has found the branch."""
+        return replace(self._prompt, cuts=self._plan.cuts)
+
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
         if not self._extended:
             self._note_asked()
             if process.queue.n_waiting:
-                self._keep_most_useful(look_up(process, self._prompt)[0])
+                self._keep_most_useful(planning.look_up(process, self._prompt)[0])
         lease = process.queue.lease(
             self._choose, since=self._request.arrived_at, may_be_passed=True
         )
@@ -100,9 +95,9 @@ class CachedRequest:
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
-                state = first_save(process, self._prompt, self._plan)
+                state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
-            size = evaluation_size(process, self._request, self._prompt, self._plan)
+            size = planning.evaluation_size(process, self._request, self._prompt, self._plan)
             with process.launches.evaluation(*size, self._request.answering) as self._take_turn:
                 if self._extended:
                     await self._take_turn()
@@ -156,15 +151,15 @@ class CachedRequest:
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
         if self._extended:
-            plan = plan_to_extend(self._process, self._extended)
+            plan = planning.plan_to_extend(self._process, self._extended)
             return Choice((plan.slot_id,), plan, is_warm=True) if plan else None
-        if self._prompt.goes_on and (plan := plan_behind_media(self._process, self._request)):
+        if plan := planning.plan_behind_media(self._process, self._request):
             return Choice((plan.slot_id,), plan, is_warm=True)
         began = time.perf_counter()
         self._kept.close()
-        now = situation(self._process, self._prompt)
+        now = planning.situation(self._process, self._prompt)
         plan = plan_request(self._prompt, now)
-        plan = plan and as_wished(plan, self._request)
+        plan = plan and planning.as_wished(plan, self._request)
         if plan is None:
             self._keep_most_useful(now.candidates)
         elif plan.start.restored:
@@ -174,7 +169,8 @@ class CachedRequest:
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
-        plan = as_wished(plan_in(self._process, self._prompt, self._plan.slot_id), self._request)
+        plan = planning.plan_in(self._process, self._prompt, self._plan.slot_id)
+        plan = planning.as_wished(plan, self._request)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._account.move(plan)
@@ -276,13 +272,17 @@ class CachedRequest:
             self._account.restore_seconds += time.monotonic() - began
 
     async def _make_stops(self) -> None:
-        process, plan, headers = self._process, self._plan, self._request.headers
-        for stop in plan.stops:
-            stopped = process.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
-            self._account.add(await stopped)
+        process, slot_id = self._process, self._plan.slot_id
+        for stop in self._plan.stops:
+            await self._evaluate_to(stop.n_tokens)
             if stop.save_as and not self._account.is_ineffective_restore:
-                save = process.saves.begin(plan.slot_id, stop.save_as, is_just_predicted=True)
+                save = process.saves.begin(slot_id, stop.save_as, is_just_predicted=True)
                 await process.finish(self._lease, save)
+
+    async def _evaluate_to(self, n_tokens: int) -> None:
+        prompt, headers = self._prompt_as_planned, self._request.headers
+        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, headers)
+        self._account.add(await stopped)
 
     # The request is sent, and may fail.
 
@@ -311,9 +311,7 @@ class CachedRequest:
 
         llama-server would render the messages while it evaluates them, and the first token would wait.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
-                await self._request.answering.wait()
+        await wait_for(self._request.answering, _FIRST_TOKEN_SECONDS)
         with suppress(ServerAway, WillBeRefused):
             await self._read()
 
@@ -330,7 +328,7 @@ class CachedRequest:
             slot = process.slots[slot_id]
             origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
             content = Unknown(prompt.namespace, likely=prompt.tokens, origin=origin)
-            process.slots.set_content(slot_id, as_kept(self._request, content))
+            process.slots.set_content(slot_id, planning.as_kept(self._request, content))
             winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
 
@@ -345,7 +343,7 @@ class CachedRequest:
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, as_kept(self._request, held))
+        process.slots.set_content(slot_id, planning.as_kept(self._request, held))
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -394,8 +392,8 @@ class CachedRequest:
         if not answer.is_refusal:
             before = process.slots[slot_id].content
             held = self._held(before, answer.timings)
-            process.slots.set_content(slot_id, as_kept(self._request, held))
-        self._save_now(slot_id, is_at_risk=not self._request.warms)
+            process.slots.set_content(slot_id, planning.as_kept(self._request, held))
+        self._save_now()
         account.value(process.rates)
         try:
             judgement = self._inquiry.judge(account, self._request.id)
@@ -406,7 +404,7 @@ class CachedRequest:
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""
-        process, prompt, account = self._process, self._prompt, self._account
+        process, prompt, account = self._process, self._prompt_as_planned, self._account
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             return unknown
@@ -416,7 +414,6 @@ class CachedRequest:
             if account.is_ineffective_restore:
                 self._confirm()
                 return unknown
-            prompt = replace(prompt, cuts=account.plan.cuts)
             content = process.content_after(before, prompt, n_media + timings.predicted_n)
             return replace(content, n_saved=content.n_tokens)
         if n_prompt != prompt.n_tokens:
@@ -436,9 +433,7 @@ class CachedRequest:
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
-        return process.content_after(
-            before, replace(prompt, cuts=account.plan.cuts), timings.predicted_n
-        )
+        return process.content_after(before, prompt, timings.predicted_n)
 
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()
@@ -479,11 +474,11 @@ class CachedRequest:
             process.metrics.restore_ineffective.inc()
             process.blame(checkpoint, account.failure)
 
-    def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
-        """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""
-        process = self._process
+    def _save_now(self) -> None:
+        """Save the slot if the request warms it, or a context checkpoint that is needed is about to go."""
+        process, slot_id = self._process, self._plan.slot_id
         if process.queue.is_placing:
             return  # another request may be running in this slot already
-        content = process.slots[slot_id].content
-        if not is_at_risk or is_cut_at_risk(process.rule, content, process.n_believed_points):
+        content, n_believed = process.slots[slot_id].content, process.n_believed_points
+        if self._request.warms or is_cut_at_risk(process.rule, content, n_believed):
             self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))

@@ -14,7 +14,7 @@ from proxy.llama.client import SlotStatus
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
 from proxy.serving.request import OnStart, Request, do_nothing
-from proxy.tasks import Turn, Turns
+from proxy.tasks import Turn, Turns, wait_for
 
 # With llama-server's default flags, a slot that starts to run empties all idle slots. There only one
 # request at a time may be starting: it has the turn from the choice of its slot until llama-server runs the
@@ -195,9 +195,7 @@ async def _over(
     """Return when a prompt is evaluated, which begins after those *before*, or has had its *seconds*."""
     if before:
         await asyncio.wait(before)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await answering.wait()
+    await wait_for(answering, seconds)
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.cuts import Stop
 from proxy.core.model import SlotId
 from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
@@ -19,7 +18,7 @@ from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks
-from proxy.tasks import Turn
+from proxy.tasks import Turn, wait_for
 
 _FIRST_LOOK_SECONDS = 0.005
 _LAST_LOOK_SECONDS = 0.25
@@ -119,16 +118,11 @@ class SimilarRequest(CachedRequest):
         """Evaluate all of the prompt but its last tokens: then only an equal prompt is as similar."""
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
-        slot = self._process.slots[self._plan.slot_id]
-        if n_end <= shared_tokens(slot.content, self._prompt.tokens):
+        content = self._process.slots[self._plan.slot_id].content
+        if n_end <= shared_tokens(content, self._prompt.tokens):
             return
-        cuts = self._plan.cuts
         try:
-            self._account.add(
-                await self._process.stop(
-                    slot.id, self._prompt, cuts, Stop(n_end), self._request.headers
-                )
-            )
+            await self._evaluate_to(n_end)
         except UpstreamFault as fault:
             if isinstance(fault, UpstreamLost) and await self._process.has_ended():
                 raise
@@ -170,9 +164,7 @@ class SimilarRequest(CachedRequest):
         slot_id = self._plan.slot_id
         self._is_placed = before is None  # no other slot is as similar
         while before is not None and not self._is_placed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await is_over.wait()
+            await wait_for(is_over, pause)
             is_last_look = is_over.is_set()
             begun = await begun_since(self._process, before) or []
             self._find(begun)

@@ -80,14 +80,15 @@ def plan_behind_media(process: Process, request: Request) -> Plan | None:
     Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
     """
     prompt = request.prompt
-    assert prompt is not None
+    if prompt is None or not prompt.goes_on or NO_READ in request.wishes:
+        return None
     same = [
         slot
         for slot in process.slots.free()
         if isinstance(slot.content, Known)
         and (slot.content.namespace, slot.content.tokens) == (prompt.namespace, prompt.tokens)
     ]
-    if not same or NO_READ in request.wishes:
+    if not same:
         return None
     newest = max(same, key=lambda slot: slot.used_at)
     start = Start(newest.id, prompt.n_tokens, sys.maxsize)

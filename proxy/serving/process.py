@@ -17,12 +17,10 @@ from weakref import WeakSet
 from cachetools import LRUCache
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.cuts import Stop
 from proxy.core.model import (
     NO_RULE,
     Candidate,
     Checkpoint,
-    Cuts,
     Prompt,
     Quarantine,
     Rule,
@@ -79,10 +77,6 @@ _MAX_KEYS = 1024
 ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this state"
 
 
-async def _is_always() -> bool:
-    return True
-
-
 @dataclass(eq=False, kw_only=True)
 class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
@@ -104,9 +98,9 @@ class Process(Services):
     build: str
     queue: SlotQueue
     n_ctx: int
-    n_believed_points: int = 10
-    takes_media: bool = True
-    has_ram_cache: bool = True
+    n_believed_points: int
+    takes_media: bool
+    has_ram_cache: bool
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
     saves_context_checkpoints: bool = False
@@ -140,7 +134,7 @@ class Process(Services):
     """The content and the lease of each slot."""
     on_way: "set[Request]" = field(default_factory=set)
     """Requests that another llama-server has read and this process will serve."""
-    is_current: Callable[[], Awaitable[bool]] = _is_always
+    is_current: Callable[[], Awaitable[bool]] = field(init=False)
     """Asks llama-server now; returns whether this process still answers."""
 
     def __post_init__(self) -> None:
@@ -406,11 +400,11 @@ class Process(Services):
         raise NoRoom("context", "other slots hold so much that a state cannot be restored")
 
     async def stop(
-        self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
+        self, slot_id: SlotId, prompt: Prompt, n_tokens: int, headers: Headers
     ) -> Timings:
-        """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
+        """Evaluate the first *n_tokens* of a prompt; raises UpstreamFault."""
         before = self.slots[slot_id].content
-        tokens = prompt.tokens[: stop.n_tokens]
+        tokens = prompt.tokens[:n_tokens]
         evaluating = Unknown(prompt.namespace, likely=tokens, origin=before.origin)
         self.slots.set_content(slot_id, evaluating)
         try:
@@ -419,9 +413,9 @@ class Process(Services):
             await self.quarantine_suspects(slot_id)
             raise
         self.learn_evaluation(timings)
-        evaluated = replace(prompt, tokens=tokens, cuts=cuts, conversation=b"")
+        evaluated = replace(prompt, tokens=tokens, conversation=b"")
         content = self.content_after(before, evaluated)
-        self.slots.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
+        self.slots.set_content(slot_id, replace(content, last_cut=n_tokens))
         return timings
 
     async def has_ended(self) -> bool:

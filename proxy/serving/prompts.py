@@ -7,9 +7,9 @@ the text and the tokens at hand before they are used.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,13 @@ from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_sys
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
-from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
+from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
 from proxy.llama.requests import GenerationBody, has_media, leading_system, rendering_key
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
+_OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
 
 _SEARCHED_TOKENS = 24
 """How far back from the end of a text its last special token is looked for."""
@@ -39,8 +40,6 @@ _REMEMBERED_CHARACTERS = 4096
 _N_TEXTS = 16
 _CHECKED = 64
 """One in so many texts is also tokenized as a whole, as a check."""
-
-Headers = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +55,13 @@ class _RenderedPrompt:
 class PromptReader:
     """Reads the prompts of one llama-server's requests."""
 
-    def __init__(self, upstream: LlamaServer, *, shares_headers: bool = True) -> None:
-        """With *shares_headers* a header is found under any rule: other slots may use its state."""
+    def __init__(self, upstream: LlamaServer, n_ctx: int, *, shares_headers: bool = True) -> None:
+        """No cut is sought in a prompt that does not fit into *n_ctx* tokens: it will be refused.
+
+        With *shares_headers* a header is found under any rule: other slots may use its state.
+        """
         self._upstream = upstream
+        self._n_ctx = n_ctx
         self._shares_headers = shares_headers
         self._known = KnownTexts(upstream)
         self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
@@ -75,17 +78,10 @@ class PromptReader:
         )
 
     async def read(
-        self,
-        route: Route,
-        body: GenerationBody,
-        headers: Headers,
-        namespace: Namespace,
-        rule: Rule,
-        n_ctx: int,
+        self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
     ) -> Prompt:
         """Return the prompt of a *body*, which is in the chat form if it has messages.
 
-        No cut is sought in a prompt that does not fit into *n_ctx* tokens: llama-server will refuse it.
         Raises UpstreamFault.
         """
         if route is Route.COMPLETION:
@@ -103,7 +99,7 @@ class PromptReader:
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
-        kind = rule.kind if len(tokens) < n_ctx else RuleKind.NOTHING
+        kind = rule.kind if len(tokens) < self._n_ctx else RuleKind.NOTHING
         if goes_on:
             cuts = Cuts(await self._header(rendering))
         elif kind is RuleKind.ANY_PREFIX and self._shares_headers:
@@ -123,7 +119,7 @@ class PromptReader:
         No tokens if that depends on whether the client sends the answer's reasoning back.
         """
         answer = {"role": "assistant", "content": said}
-        user, other = ({"role": "user", "content": text} for text in _OTHER_TEXTS)
+        user, other = _OTHER_MESSAGES
         messages = [*body.messages, answer, user]
         raw, with_reasoning = (
             with_messages(body, [*body.messages, a, user])
@@ -135,7 +131,7 @@ class PromptReader:
         tokens = await self._known.tokenize(text, headers)
         next_body = GenerationBody(raw, {**body.fields, "messages": messages})
         rendering = _RenderedPrompt(text, tokens, next_body, headers)
-        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [{**other}])
+        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [other])
         return tokens[:n_next]
 
     async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
@@ -151,23 +147,19 @@ class PromptReader:
             self._last_turn_end(rendering, newest),
             self._surroundings(rendering, newest),
         )
+        cuts = Cuts(
+            header, message_end=message_end, last_turn_end=last_turn_end, surroundings=surroundings
+        )
         if last_user is None:
-            return Cuts(header, 0, message_end)
+            return cuts
         messages = body.messages[: last_user + 1]
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
             self._cuts[key] = tokens[:message_end]
-            return Cuts(
-                header,
-                message_end,
-                message_end,
-                last_turn_end=last_turn_end,
-                surroundings=surroundings,
-            )
-        if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
+        elif key not in self._cuts:  # the turn began before the proxy did, or its prompt was cut
             head = with_messages(body, messages)
             self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
-        return Cuts(header, self._remembered(key, tokens), message_end)
+        return replace(cuts, turn_start=self._remembered(key, tokens))
 
     def _remembered(self, key: bytes, tokens: TokenIds) -> int:
         known = self._cuts.get(key)
@@ -188,9 +180,9 @@ class PromptReader:
             return 0
         others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._shared_with, rendering, newest, others)
-        own = _last_text(message)
-        kind = b"own"
-        return await self._cut_at_ending(rendering, kind, own, find) if own else (await find())[0]
+        if own := _last_text(message):
+            return await self._cut_at_ending(rendering, b"own", own, find)
+        return (await find())[0]
 
     async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first user message's leading reminder ends; 0 if it begins with none.
@@ -202,9 +194,13 @@ class PromptReader:
         if newest is None or not _is_first_message(body, newest):
             return 0
         message = body.messages[newest]
-        if message.get("role") != "user" or not _begins_with_reminder(message):
+        if message.get("role") != "user" or not _has_several_texts(message):
             return 0
-        others = [_with_first_text_and(message, text) for text in _OTHER_TEXTS]
+        first = message["content"][0]
+        if not text_of(first, "text").startswith(REMINDER_TAG):
+            return 0
+        contents = ([first, {"type": "text", "text": text}] for text in _OTHER_TEXTS)
+        others = [{**message, "content": content} for content in contents]
         return (await self._shared_with(rendering, newest, others))[0]
 
     async def _shared_with(
@@ -311,10 +307,7 @@ class PromptReader:
     async def _shared_header(
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
     ) -> TokenIds:
-        bodies = (
-            with_messages(body, [*system, {"role": "user", "content": user}])
-            for user in _OTHER_TEXTS
-        )
+        bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
         texts = await asyncio.gather(
             *(self._upstream.apply_template(raw, headers) for raw in bodies)
         )
@@ -426,12 +419,6 @@ def _has_several_texts(message: dict[str, Any]) -> bool:
     return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
 
 
-def _begins_with_reminder(message: dict[str, Any]) -> bool:
-    """Return whether a message has several parts, the first written by an agent and not by its user."""
-    first = message["content"][0] if _has_several_texts(message) else None
-    return text_of(first, "text").startswith(REMINDER_TAG)
-
-
 def _last_text(message: dict[str, Any]) -> str:
     """Return the text that `_with_last_text` replaces; empty if there is none."""
     if _has_several_texts(message):
@@ -445,11 +432,6 @@ def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
         *others, last = message["content"]
         return {**message, "content": [*others, {**last, "text": text}]}
     return {**message, "content": text}
-
-
-def _with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a message of several parts with *text* instead of all but the first of them."""
-    return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
 
 
 def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:

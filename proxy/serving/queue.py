@@ -56,7 +56,6 @@ class Lease(Generic[C]):
         self._queue = queue
         self._held = set(choice.slot_ids)
         self._keeper: asyncio.Future[Any] | None = None
-        self.slot_ids = choice.slot_ids
         self.reason = choice.reason
 
     @property
@@ -97,7 +96,7 @@ class Lease(Generic[C]):
         left = self.held
         self._queue.table.lease(slot_id, time.monotonic())
         self._held.add(slot_id)
-        self.slot_ids, self.reason = (slot_id,), reason
+        self.reason = reason
         self.give_up(left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:

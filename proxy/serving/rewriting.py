@@ -26,14 +26,7 @@ from proxy.llama.requests import GenerationBody
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
-from proxy.stabilize.drops import (
-    begins_step,
-    begins_turn,
-    conversation_of,
-    rendered_text,
-    shortened,
-    wanted_tokens,
-)
+from proxy.stabilize import drops
 from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
 from proxy.stabilize.run import BODIES, Seen, inlined_body, keeps_inlined, read_facts, stabilize
 
@@ -86,9 +79,10 @@ class Stabilizing:
 
     def note_calls(self, request: Request) -> None:
         """Remember the tool calls of an answer, as the model made them."""
+        if request.answer is None or NO_STORE in request.wishes:
+            return
         tenant = request.tenant.hex()
-        is_kept = request.answer and NO_STORE not in request.wishes
-        for call in request.answer.calls if request.answer and is_kept else ():
+        for call in request.answer.calls:
             self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
 
     async def keep(self) -> None:
@@ -168,7 +162,7 @@ class Overflow:
         """Return how many tokens a prompt may have without being shortened."""
         if not request.body:
             return process.n_ctx
-        return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
+        return room_for_prompt(process.n_ctx, drops.wanted_tokens(request.body.fields))
 
     async def fit(self, process: Process, request: Request, read: Read) -> bool:
         """Shorten a request that does not fit; return whether the request was shortened.
@@ -181,7 +175,7 @@ class Overflow:
         if request.prompt.n_tokens <= n_room:
             return False
         try:
-            conversation = conversation_of(request.route, request.body.fields)
+            conversation = drops.conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
             places = places_to_cut(parts, step_of(process.n_ctx, n_room))
             key = _conversation_key(request, request.body, process.upstream.target.model)
@@ -201,7 +195,7 @@ class Overflow:
         for index in range(start, len(places)):
             shorter = copy(request)
             first, asked = places[index].first, places[index].asked
-            fields = shortened(request.route, request.body.fields, first, asked)
+            fields = drops.shortened(request.route, request.body.fields, first, asked)
             shorter.rewrite(fields, REWRITE)
             await read(shorter)
             if shorter.prompt is None:
@@ -218,15 +212,14 @@ class Overflow:
     ) -> list[MessageSize]:
         """Return the size of each message in tokens, without the text that a template adds."""
         parts: list[MessageSize] = []
-        before: Json | None = None
-        for message in conversation:
+        for before, message in zip([None, *conversation], conversation, strict=False):
             n_tokens = await self._n_tokens(upstream, message, request)
-            parts.append(MessageSize(n_tokens, begins_turn(message), begins_step(message, before)))
-            before = message
+            begins = drops.begins_turn(message), drops.begins_step(message, before)
+            parts.append(MessageSize(n_tokens, *begins))
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
-        text = rendered_text(message)
+        text = drops.rendered_text(message)
         key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
         if key not in self._counts:
             tokens = await upstream.tokenize(text, request.headers, add_special=False)

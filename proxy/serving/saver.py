@@ -15,7 +15,6 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.messages import count_messages
 from proxy.core.model import (
-    UNTITLED,
     Candidate,
     Checkpoint,
     CheckpointId,
@@ -36,7 +35,7 @@ from proxy.core.saving import (
     select_points,
 )
 from proxy.core.slots import Content, Known, believed_after_save
-from proxy.core.tokens import Namespace
+from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import (
     WRITE_BUDGET,
     NoRoom,
@@ -76,7 +75,8 @@ class SavedSlot:
         self, namespace: Namespace, kind: CheckpointKind, content: Content
     ) -> Checkpoint:
         """Return the checkpoint to commit for this file of a slot that was believed to hold *content*."""
-        known, now = content if isinstance(content, Known) else None, time.time()
+        known = content if isinstance(content, Known) else Known(TokenIds("i"), namespace)
+        now = time.time()
         return Checkpoint(
             id=id_of(self.file_name),
             namespace=namespace,
@@ -88,15 +88,15 @@ class SavedSlot:
             size_bytes=self.state.size_bytes,
             created_at=now,
             last_used_at=now,
-            n_prompt=len(known.tokens) if known else 0,
-            header=known.header if known else 0,
-            turn_start=known.turn_start if known else 0,
-            marks=known.marks if known else (),
+            n_prompt=len(known.tokens),
+            header=known.header,
+            turn_start=known.turn_start,
+            marks=known.marks,
             parts=self.parts,
             verified_at=now,
             ancestors=content.origin.ancestors,
-            title=known.title if known else UNTITLED,
-            n_messages=count_messages(known.conversation) if known else 0,
+            title=known.title,
+            n_messages=count_messages(known.conversation),
         )
 
 

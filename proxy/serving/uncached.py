@@ -69,7 +69,7 @@ class UncachedRequest:
             return Choice((slot.id,), None) if slot else None
 
         with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
-            (slot_id,) = lease.slot_ids
+            (slot_id,) = lease.held
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
@@ -78,15 +78,14 @@ class UncachedRequest:
                 self._abandon(lease)
                 raise
             if not answer.is_refusal:
-                self._mark_unknown(lease.slot_ids, brief=brief.digests if brief else b"")
+                self._mark_unknown([slot_id], brief=brief.digests if brief else b"")
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
-        may_be_passed = self._n_slots == 1  # it waits only until the other requests run
         leasing = self._queue.lease(
             self._choose,
             since=self._request.arrived_at,
-            may_be_passed=may_be_passed,
+            may_be_passed=self._n_slots == 1,  # it waits only until the other requests run
             is_placement=True,
         )
         with await leasing as lease:
@@ -168,8 +167,8 @@ class UncachedRequest:
         lease.hand_over(self._process.tasks.start(ending))
 
     def _choose(self) -> Choice[None] | None:
-        slots = tuple(self._process.slots)
-        free = tuple(slot.id for slot in slots if not slot.is_leased)
+        slots = self._process.slots
+        free = tuple(slot.id for slot in slots.free())
         can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
         return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
 

@@ -57,8 +57,8 @@ class Server:
         async with new_session() as session:
             upstream = llama_server.LlamaServer(session, Target(self.process.base_url), None)
             chat = as_chat_body(route, body)
-            reader = PromptReader(upstream)
-            return await reader.read(route, chat, {}, Namespace(b""), rule, n_ctx=1 << 20)
+            reader = PromptReader(upstream, n_ctx=1 << 20)
+            return await reader.read(route, chat, {}, Namespace(b""), rule)
 
     def count(self, path: str, raw: bytes) -> int | None:
         """Return llama-server's own count, or None if it refuses the body."""

@@ -63,10 +63,10 @@ async def test_slot_that_does_not_fit_is_left_to_who_came_first() -> None:
     cold = await join(queue, any_slot(queue), may_be_passed=True)
     fits_two = await join(queue, fitting(queue, TWO), may_be_passed=True)
     first.release()
-    assert (await soon(cold)).slot_ids == (ONE,)
+    assert (await soon(cold)).held == (ONE,)
     assert not fits_two.done()
     second.release()
-    assert (await soon(fits_two)).slot_ids == (TWO,)
+    assert (await soon(fits_two)).held == (TWO,)
 
 
 async def test_only_the_next_few_are_asked_whether_a_slot_fits_them() -> None:
