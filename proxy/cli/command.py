@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from proxy.core.messages import member, object_in, text_of
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
 from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import (
@@ -349,12 +350,10 @@ def proxy_of(settings: Settings) -> RunningProxy:
 
 def _complaint(body: bytes) -> str:
     """Return the message of an error body, empty if it has none."""
-    with suppress(ValueError, KeyError, TypeError):
-        error = msgspec.json.decode(body)["error"]
-        said = str(error["message"] if isinstance(error, dict) else error)
-        # llama-server answers "File Not Found" for an unknown path.
-        return said.removeprefix("llama-prefix-cache: ").removeprefix("File Not Found")
-    return ""
+    error = member(object_in(body), "error", "")
+    said = text_of(error, "message") if isinstance(error, dict) else str(error)
+    # llama-server answers "File Not Found" for an unknown path.
+    return said.removeprefix("llama-prefix-cache: ").removeprefix("File Not Found")
 
 
 class DirectoryStore:

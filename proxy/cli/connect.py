@@ -59,8 +59,12 @@ def connect(
     """
     if write and undo:
         raise click.UsageError("--write and --undo are opposites: give one")
+    usual = client_of(name, {}).get("file")
+    own = file or Path(usual or ".env").expanduser()
+    if (write or undo) and not (file or usual):
+        fail(f"{name} has no file to write: set what `connect {name}` prints", Exit.USAGE)
     if undo:
-        _undo(file or _usual_file(name))
+        _undo(own)
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
@@ -72,17 +76,16 @@ def connect(
     sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")
-    own = file or Path(client.get("file", ".env")).expanduser()
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
     if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text("utf-8", "replace")):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
     if not write:
         shown = written(own, content)
-        if "file" in client:
-            shown += f"\ngoes into {client['file']}; --write merges it there"
+        if usual:
+            shown += f"\ngoes into {usual}; --write merges it there"
         answer(content, f"{shown}\n{hint}".rstrip())
         return
-    _write(file or _usual_file(name), content)
+    _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
     answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
@@ -94,13 +97,6 @@ def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     quoted = {key: json.dumps(value).strip('"') for key, value in facts.items()}
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
-
-
-def _usual_file(name: str) -> Path:
-    path = client_of(name, {}).get("file")
-    if path is None:
-        fail(f"{name} has no file to write: set what `connect {name}` prints", Exit.USAGE)
-    return Path(path).expanduser()
 
 
 def written(path: Path, content: dict[str, Any]) -> str:

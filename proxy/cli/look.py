@@ -132,8 +132,7 @@ def explanation_text(explanation: Explanation) -> Text:
     by = f"  by {request.server}" if request.server else ""
     # The cause decides: a miss may have reused something, and a first sight is no miss.
     others = {Cause.FIRST_SIGHT: "new", Cause.REFUSED: f"refused (status {request.status})"}
-    named = others.get(request.cause, request.outcome)
-    named = "miss" if request.cause.is_miss else named
+    named = "miss" if request.cause.is_miss else others.get(request.cause, request.outcome)
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]

@@ -36,7 +36,7 @@ from proxy.core.launch import (
 from proxy.core.rates import seconds_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
-from proxy.llama.files import names_recurrent_state, names_window
+from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     IsReady,
@@ -85,10 +85,8 @@ def _serve(
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
             if isinstance(error, OSError) and error.filename == address:
                 error.filename = None
-                fail(
-                    f"cannot {port_refusal(*split_address(address), error)}: give another {flag}",
-                    Exit.UNAVAILABLE,
-                )
+                why = port_refusal(*split_address(address), error)
+                fail(f"cannot {why}: give another {flag}", Exit.UNAVAILABLE)
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
         fail("stopped early: a request or a save was cut short", Exit.CUT_SHORT)
@@ -243,9 +241,9 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         working_directory=str(Path.cwd()),
     )
     model = Path(launch.model_path)
-    if names_window(model):
+    if has_key(model, WINDOW_KEY):
         narrow_batches(launch, given, known_names(options))
-    if names_recurrent_state(model) and has_amx():
+    if has_key(model, RECURRENT_KEY) and has_amx():
         keep_slots_apart(launch, given, known_names(options))
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))

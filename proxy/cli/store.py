@@ -254,18 +254,18 @@ def _delete(
 ) -> Deleted:
     """Delete checkpoints, pinned ones only if *with_pinned*; ask first if there are several."""
     going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
+    n_pinned = len(chosen) - len(going)
     if is_dry_run:
         n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
-        return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
+        return Deleted(len(going), n_bytes, n_pinned, is_dry_run=True)
     if len(going) > 1:
-        n_pinned = len(chosen) - len(going)
         stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
         agree(f"Delete {_sum(going)}{stay}?")
     replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
     return Deleted(
         sum(reply.n_deleted for reply in replies),
         sum(reply.deleted_bytes for reply in replies),
-        len(chosen) - len(going) + sum(reply.n_pinned for reply in replies),
+        n_pinned + sum(reply.n_pinned for reply in replies),
         sum(reply.n_in_use for reply in replies),
     )
 

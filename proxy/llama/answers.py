@@ -155,8 +155,7 @@ class AnswerReader:
         # Messages streams have no object around an error. llama-server may have emptied the slot for it.
         if is_error := isinstance(event.get("error"), dict) or event.keys() >= {"code", "message"}:
             self._timings, self._usages = None, []
-        if is_last or data == b"[DONE]" or is_error:
-            self._has_ended = True
+        self._has_ended |= is_last or is_error or data == b"[DONE]"
         with suppress(KeyError, TypeError, AttributeError, IndexError):
             match self._route:
                 case Route.MESSAGES:
@@ -191,9 +190,8 @@ class AnswerReader:
         """Return the answer's text without its reasoning, once the answer has passed."""
         kept = (line[5:] for line in self._text_lines or ())
         lines = kept if self._is_stream else [self._buffer]
-        return "".join(
-            chain.from_iterable(_texts_of(object_in(bytes(line)) or {}) for line in lines)
-        )
+        events = (object_in(bytes(line)) or {} for line in lines)
+        return "".join(chain.from_iterable(map(_texts_of, events)))
 
     # The calls in an event, or in an answer that is not a stream.
 
@@ -253,10 +251,9 @@ def _calls_of_responses(event: Json) -> Iterator[CallMade]:
 
 
 def _converted(value: Any, kind: type[T]) -> T | None:
-    try:
+    with suppress(msgspec.ValidationError):
         return None if value is None else msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return None
+    return None
 
 
 def _timings_of(usages: list[_Usage]) -> Timings | None:

@@ -241,14 +241,12 @@ class LlamaServer:
         self, method: str, raw_path: str, headers: CIMultiDict[str], body: Body
     ) -> Reply | aiohttp.ClientResponse:
         """Send a client's request; return the answer once its head has come; raises aiohttp.ClientError."""
-        whole = b"" if body is None else body
-        if self._address and isinstance(whole, bytes) and method in ("GET", "POST"):
-            return await send(self._address, method, raw_path, headers, whole)
+        if self._address and isinstance(body, bytes | None) and method in ("GET", "POST"):
+            return await send(self._address, method, raw_path, headers, body or b"")
         # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
         data = io.BytesIO(body) if isinstance(body, bytes) else body
-        url = self.url(raw_path)
         return await self.session.request(
-            method, url, data=data, headers=headers, allow_redirects=False
+            method, self.url(raw_path), data=data, headers=headers, allow_redirects=False
         )
 
     @contextmanager
@@ -286,7 +284,7 @@ class LlamaServer:
         /props needs a key on every build, /models does not on some (server-http.cpp).
         """
         try:
-            await self._read("GET", path, headers=keys or _NO_KEY, seconds=QUICK_SECONDS)
+            await self._read("GET", path, None, keys or _NO_KEY, QUICK_SECONDS)
         except UpstreamRefused as refusal:
             if refusal.status not in (401, 403):
                 raise
@@ -306,7 +304,7 @@ class LlamaServer:
         if MEDIA_MARKER.fullmatch(props.media_marker):
             return props.media_marker
         try:
-            headers, _ = await self._read("GET", "/metrics", seconds=QUICK_SECONDS)
+            headers, _ = await self._read("GET", "/metrics", None, None, QUICK_SECONDS)
         except UpstreamRefused:  # without --metrics
             return ""
         return headers.get("Process-Start-Time-Unix", "")
@@ -415,7 +413,7 @@ class LlamaServer:
         seconds: float | None = 60.0,
     ) -> T:
         """Make one call of the proxy's own; return the reply, or its member *key*, read as *kind*."""
-        _, content = await self._read(method, path, body, headers, seconds=seconds)
+        _, content = await self._read(method, path, body, headers, seconds)
         try:
             if key:
                 content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
@@ -424,13 +422,7 @@ class LlamaServer:
             raise UpstreamRefused(200, f"{path}: reply not understood") from error
 
     async def _read(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        headers: Headers | None = None,
-        *,
-        seconds: float | None,
+        self, method: str, path: str, body: Any, headers: Headers | None, seconds: float | None
     ) -> tuple[Headers, bytes]:
         """Make one call; return headers and content if llama-server itself, not its host, answered 200."""
         self.require_loaded()

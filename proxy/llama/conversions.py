@@ -184,7 +184,6 @@ def _add_item(item: Message, messages: list[Message]) -> None:
     """Add an item of the input to the messages; llama-server tests for the kinds in this order."""
     role, kind, content = text_of(item, "role"), text_of(item, "type"), item.get("content")
     message = {key: value for key, value in item.items() if key not in ("type", "status")}
-    is_call = kind == "function_call" and _has_texts(item, "call_id", "arguments", "name")
     is_result = kind == "function_call_output" and _has_texts(item, "call_id")
     if role in ("user", "system", "developer") and isinstance(content, list):
         messages.append({**message, "content": [_input_part(part) for part in content]})
@@ -192,7 +191,7 @@ def _add_item(item: Message, messages: list[Message]) -> None:
         converted = [_text_part(part, "output_text", "input_text") for part in list_of(content)]
         answer = _answer(messages, {**message, "content": []})
         answer["content"] = [*list_of(answer.get("content")), *converted]
-    elif is_call:
+    elif kind == "function_call" and _has_texts(item, "call_id", "arguments", "name"):
         function = {"arguments": item["arguments"], "name": item["name"]}
         call = {"function": function, "id": item["call_id"], "type": "function"}
         answer = _answer(messages, {"role": "assistant"})

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -181,11 +182,9 @@ def _skip_tensor(reader: Reader, n_cells: int, *, by_columns: bool = False) -> t
 
     Cells are rows; in a transposed V they are columns, with one strip of elements per embedding value.
     """
-    ggml_type, element_bytes, n_strips = (
-        reader.numbers("iII") if by_columns else (*reader.numbers("iQ"), 1)
-    )
+    ggml_type, *sizes = reader.numbers("iII" if by_columns else "iQ")
     require(0 <= ggml_type < 256, "has an impossible tensor type")
-    row_bytes = element_bytes * n_strips
+    row_bytes = prod(sizes)
     reader.skip(n_cells * row_bytes)
     return ggml_type, row_bytes
 
@@ -321,7 +320,7 @@ def read_state(file: BinaryIO) -> StateFile:
     if sections is None:
         reader.position = reader.size_bytes
     state_end = reader.position
-    points = () if sections is None else _read_context_checkpoints(reader)
+    points = _read_context_checkpoints(reader)
     end = reader.position
     return StateFile(version, tokens, n_media, sections, points, state_end, end, reader.size_bytes)
 
@@ -372,6 +371,8 @@ def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
 
 SAMPLE_BYTES = 64 << 10
 MAX_NAME_BYTES = 64 << 10
+WINDOW_KEY, RECURRENT_KEY = b".attention.sliding_window", b".ssm."
+"""Parts of the keys that only models with a sliding window, or with a recurrent state, have."""
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -390,19 +391,10 @@ def fingerprint_model(path: Path) -> str | None:
     return digest.hexdigest()
 
 
-def names_window(path: Path) -> bool:
-    """Return whether the model at *path* has a sliding window, as far as its first MiB tells."""
-    return _begins_with(path, b".attention.sliding_window")
-
-
-def names_recurrent_state(path: Path) -> bool:
-    """Return whether the model at *path* has a recurrent state, as far as its first MiB tells."""
-    return _begins_with(path, b".ssm.")
-
-
-def _begins_with(path: Path, name: bytes) -> bool:
+def has_key(path: Path, key: bytes) -> bool:
+    """Return whether the metadata of the model at *path* has a *key*, as far as its first MiB tells."""
     with suppress(OSError), path.open("rb") as file:
-        return name in file.read(1 << 20)
+        return key in file.read(1 << 20)
     return False
 
 

@@ -168,7 +168,7 @@ def model_named(raw: bytes, body: GenerationBody | None) -> str:
     """Return the model that a body names, parsed or a form; empty if it names none."""
     if body is not None:
         return text_of(body.fields, "model")
-    _, _, rest = raw.partition(b'name="model"') if raw.startswith(b"--") else (b"", b"", b"")
+    rest = raw.partition(b'name="model"')[2] if raw.startswith(b"--") else b""
     return rest.partition(b"\r\n\r\n")[2].partition(b"\r\n")[0].decode(errors="replace")
 
 
@@ -219,15 +219,16 @@ def chat_form(
     route: Route, body: GenerationBody | None
 ) -> tuple[GenerationBody | None, str | None]:
     """Return the body whose prompt can be read, or why there is none."""
-    reason = bypass_reason(route, body)
-    if reason is not None or body is None or route is Route.COMPLETION:
-        return (None, reason) if reason is not None else (body, None)
+    if (reason := bypass_reason(route, body)) or body is None:
+        return None, reason
+    if route is Route.COMPLETION:
+        return body, None
     try:
         chat = as_chat_body(route, body)
     except UnknownShape as why:
         return None, str(why)
     reason = chat_reason(chat)
-    return (None, reason) if reason is not None else (chat, None)
+    return (None, reason) if reason else (chat, None)
 
 
 def n_completions(body: GenerationBody) -> int:

@@ -29,6 +29,7 @@ from proxy.core.tokens import (
     tokens_from_bytes,
 )
 from proxy.errors import SettingsError, StateDamaged, in_words
+from proxy.store.index import Entry
 from proxy.store.known_models import Owner
 
 VERSION = "v1"
@@ -111,9 +112,9 @@ def meta_of(
 ) -> Meta:
     """Return what is told of a checkpoint in the shared *namespace*."""
     seed = seed_of(namespace)
-    points = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
+    points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
-    return Meta(told, owner, list(steps(seed, tokens)), dict[int, bytes](points), host)
+    return Meta(told, owner, list(steps(seed, tokens)), points, host)
 
 
 def steps(seed: Namespace, tokens: TokenIds) -> list[PrefixHash]:
@@ -133,11 +134,10 @@ def encode_meta(meta: Meta) -> bytes:
 def decode_meta(data: bytes) -> Meta:
     """Return what a `.meta` says; raises ValueError if it is none, or nothing that an index can hold."""
     meta = msgspec.msgpack.decode(data, type=Meta)
-    sizes = meta.checkpoint.n_tokens, meta.checkpoint.size_bytes
-    hashes = (*meta.hashes, *meta.points.values())
-    if not all(0 < n < 1 << 31 for n in (sizes[0], sizes[1] >> 20 or 1)):
+    record = meta.checkpoint
+    if not (0 < record.n_tokens < 1 << 31 and 0 <= record.size_bytes < 1 << 51):
         raise ValueError("its sizes are none")
-    if any(len(each) != _HASH_BYTES for each in hashes):
+    if any(len(each) != _HASH_BYTES for each in (*meta.hashes, *meta.points.values())):
         raise ValueError("its hashes are none")
     return meta
 
@@ -146,9 +146,7 @@ def decode_meta(data: bytes) -> Meta:
 # it is found, and taken out again.
 
 
-def entry_of(
-    meta: Meta, shared_id: str, namespace: Namespace
-) -> tuple[Checkpoint, TokenIds, list[PrefixHash]]:
+def entry_of(meta: Meta, shared_id: str, namespace: Namespace) -> Entry:
     """Return the index entry of a shared state."""
     hashes, checkpoint_id = [*meta.hashes, *meta.points.values()], index_id(shared_id)
     record = replace(meta.checkpoint, id=checkpoint_id, namespace=namespace, shared_id=shared_id)

@@ -149,9 +149,8 @@ class Tier:
         if entries:
             await self.remote.enter(*entries)
         for host in apart:
-            self.remote.log.warning(
-                "states of another machine are not used", says=_APART.format(host)
-            )
+            says = _APART.format(host)
+            self.remote.log.warning("states of another machine are not used", says=says)
 
     async def _read(self, each: Listed) -> Meta | None:
         try:

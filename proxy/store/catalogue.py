@@ -92,10 +92,8 @@ class Budget:
 
     def _require_possible(self, n_bytes: int) -> None:
         if n_bytes > self.max_bytes:
-            raise NoRoom(
-                "larger than the budget",
-                f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.max_bytes:,})",
-            )
+            why = f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.max_bytes:,})"
+            raise NoRoom("larger than the budget", why)
 
     @property
     def last_day_bytes(self) -> int:

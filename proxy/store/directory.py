@@ -295,22 +295,17 @@ class StoreDirectory:
             else:
                 self.files.remove(name)
                 swept.n_files_removed += 1
-        broken, bare = list[CheckpointId](), list[CheckpointId]()
+        entered = set[CheckpointId]()
         for checkpoint_id, summary in self.index.summaries():
-            if checkpoint_id not in states:
-                broken.append(checkpoint_id)
-            else:
+            entered.add(checkpoint_id)
+            if checkpoint_id in states:
                 swept.add(checkpoint_id, summary)
-                if checkpoint_id not in beside:
-                    bare.append(checkpoint_id)
-            states.discard(checkpoint_id)
-            beside.discard(checkpoint_id)
+        broken = entered - states
         for checkpoint in self._records(broken):
             self.remove(checkpoint)
-        self.write_sidecars(self._records(bare))
-        orphans = (states | beside) - {
-            id_of(n) for n in (self.rebuild.lost if self.rebuild else ())
-        }
+        self.write_sidecars(self._records((entered & states) - beside))
+        lost = self.rebuild.lost if self.rebuild else ()
+        orphans = (states | beside) - entered - set(map(id_of, lost))
         for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
             self.files.remove(name)
             swept.n_files_removed += 1

@@ -268,15 +268,15 @@ def import_checkpoints(
                 sidecar = decode_sidecar(_open(tar, head).read(MOST_RECORD_BYTES))
                 if sidecar is None or sidecar.owner is None:
                     raise StoreFault(f"it is not what `export` writes: {head.name} is no record")
-                imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)
-                of_record = sidecar.checkpoint, sidecar.owner
-                entered = _enter(store, there, *of_record, _open(tar, tar.next()))
+                record, owner = sidecar.checkpoint, sidecar.owner
+                imported.is_new_model |= _is_new(store, owner, may_be_new=may_be_new)
+                entered = _enter(store, there, record, owner, _open(tar, tar.next()))
                 if entered is None:
                     imported.n_already_there += 1
                 else:
                     imported.entered.append(entered)
                     there.append(entered)
-                note(sidecar.checkpoint.size_bytes)
+                note(record.size_bytes)
     except (tarfile.TarError, StoreFault, OSError) as error:
         is_other = isinstance(error, tarfile.TarError)
         why = "it is not what `export` writes" if is_other else in_words(error)
@@ -364,11 +364,8 @@ def _enter(
             store.remove(dead)
         # Only now: a refused file must not introduce its model to the store.
         namespace = introduce(store.index, owner)
-        entered = replace(
-            entered_as(record, name, namespace, found),
-            is_pinned=any(dead.is_pinned for dead in same),
-            shared_id="",
-        )
+        entered = entered_as(record, name, namespace, found)
+        entered = replace(entered, is_pinned=any(dead.is_pinned for dead in same), shared_id="")
         store.commit((entered, found.tokens, hash_prefixes(namespace, found.tokens)))
         return entered
     except StateFileMalformed as error:

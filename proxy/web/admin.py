@@ -129,10 +129,8 @@ def _require(token: str, request: web.Request) -> None:
         with suppress(ValueError):
             shown = b64decode(authorization).partition(b":")[2]
     if not hmac.compare_digest(shown, token.encode()):
-        refusal = _refused(
-            web.HTTPUnauthorized,
-            "this listener asks for its token: as a Bearer token, or as the password of any user",
-        )
+        why = "this listener asks for its token: as a Bearer token, or as the password of any user"
+        refusal = _refused(web.HTTPUnauthorized, why)
         refusal.headers["WWW-Authenticate"] = (
             'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
         )
@@ -188,9 +186,8 @@ class Admin:
     async def openapi(self, request: web.Request) -> web.Response:
         """Return the OpenAPI document of this listener."""
         document = yaml.safe_load(_OPENAPI.read_text())
-        _, schemas = msgspec.json.schema_components(
-            _SENT, ref_template="#/components/schemas/{name}"
-        )
+        place = "#/components/schemas/{name}"
+        _, schemas = msgspec.json.schema_components(_SENT, ref_template=place)
         document["components"]["schemas"] |= schemas
         document["info"]["version"] = __version__
         return json_response(document)
@@ -291,7 +288,7 @@ class Admin:
         if (request_id := request.query.get("request")) is not None:
             wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:
-            wanted = self._read(request, await request.read(), keys, is_whole=is_whole)
+            wanted = await self._read(request, keys, is_whole=is_whole)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -319,15 +316,14 @@ class Admin:
         await response.write_eof()
         return response
 
-    def _read(
-        self, request: web.Request, raw: bytes, keys: Mapping[str, str], *, is_whole: bool
+    async def _read(
+        self, request: web.Request, keys: Mapping[str, str], *, is_whole: bool
     ) -> Request:
-        """Return a request that evaluates the header of *raw*, a request's body; raises 400."""
-        body = parse_body(raw)
-        path = request.query.get("path") or (route_path(body) if body else "")
-        route = generation_route("POST", path)
-        if body is None:
+        """Return a request that evaluates the header of the request in the body; raises 400."""
+        if (body := parse_body(await request.read())) is None:
             raise _refused(web.HTTPBadRequest, "the body is no JSON object")
+        path = request.query.get("path") or route_path(body)
+        route = generation_route("POST", path)
         if route not in _CACHED:
             nothing = "the body is no request: it has no messages, prompt or input"
             why = f"{path} is no API whose prompts are cached" if path else nothing

@@ -89,9 +89,8 @@ class Front:
         """Pass on a request that is no generation to the first llama-server that can be reached."""
         request, path = exchange.client, exchange.path
         if changes_server_state(request.method, path):
-            raise ProxyError(
-                f"POST {path} would change llama-server's state behind the cache's back", 403
-            )
+            message = f"POST {path} would change llama-server's state behind the cache's back"
+            raise ProxyError(message, 403)
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
         counts = self.aliases and counts_tokens(request.method, path)

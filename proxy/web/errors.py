@@ -74,7 +74,8 @@ def anthropic_error(status: int, body: bytes) -> bytes:
 
 
 def _own_error(status: int, message: str) -> Error:
-    return {"code": status, "message": f"{HOP}: {message}", "type": _TYPES[status][0], "src": HOP}
+    kind, _ = _TYPES.get(status, _TYPES[500])
+    return {"code": status, "message": f"{HOP}: {message}", "type": kind, "src": HOP}
 
 
 def _read_error(body: bytes) -> Error | None:

@@ -52,24 +52,19 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         self._protocol = protocol
-        self._closing: asyncio.TimerHandle | None = None
         self.data_received = protocol.data_received  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+        self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._protocol.connection_made(transport)
 
     def eof_received(self) -> bool:
-        loop = asyncio.get_running_loop()
-        self._closing = loop.call_later(HALF_CLOSED_SECONDS, self._transport.close)
+        # Harmless if the connection has ended by then.
+        asyncio.get_running_loop().call_later(HALF_CLOSED_SECONDS, self._transport.close)
         return True
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        self._protocol.connection_lost(error)
 
 
 class Unread:
@@ -119,10 +114,8 @@ class ClientWriter:
         task, self._keeping = self._keeping, None
         if task is None:
             return
-        if self._commenting.locked():
-            async with self._commenting:  # a comment is not cut in two
-                pass
-        task.cancel()
+        async with self._commenting:  # a comment is not cut in two
+            task.cancel()
 
     async def _keep(self) -> None:
         with suppress(ConnectionResetError):  # the client left; its handler will learn it too

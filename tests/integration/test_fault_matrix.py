@@ -25,11 +25,11 @@ def be_short_of_patience(monkeypatch: pytest.MonkeyPatch, server: FakeLlamaServe
     read = LlamaServer._read
 
     async def impatient(
-        upstream: Any, method: str, path: str, *call: Any, seconds: float | None, **options: Any
+        upstream: Any, method: str, path: str, body: Any, headers: Any, seconds: float | None
     ) -> Any:
         is_held = any(place in path for place in server.held)
         patience_seconds = PATIENCE_SECONDS if seconds and is_held else seconds
-        return await read(upstream, method, path, *call, seconds=patience_seconds, **options)
+        return await read(upstream, method, path, body, headers, patience_seconds)
 
     monkeypatch.setattr(LlamaServer, "_read", impatient)
 

@@ -151,8 +151,11 @@ def test_refusal_in_a_stream_has_the_shape_of_its_api() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
-def test_refusal_in_a_stream_that_is_not_json_says_which_status_it_was(path: str) -> None:
-    assert b"llama-server answered 502" in error_event_of(path, 502, b"<html>")
+@pytest.mark.parametrize("status", [200, 418, 502, 504])
+def test_refusal_in_a_stream_that_is_not_json_says_which_status_it_was(
+    path: str, status: int
+) -> None:
+    assert b"llama-server answered %d" % status in error_event_of(path, status, b"<html>")
 
 
 def compact(content: object) -> bytes:
