@@ -257,7 +257,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     slots = Counter(state_of(slot) for process in processes for slot in process.slots)
     for held in SLOT_STATES:
         metrics.slots.labels(held).set(slots[held])
-    rules = {str(process.rule) for process in processes if process.can_cache}
+    rules = {process.rule.kind.value for process in processes if process.can_cache}
     for kind in RuleKind:
         metrics.rule.labels(kind).set(str(kind) in rules)
     for position, label in POSITION_LABELS.items():

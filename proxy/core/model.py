@@ -61,9 +61,6 @@ class Rule:
     def can_restore(self) -> bool:
         return self.kind is not RuleKind.NOTHING
 
-    def __str__(self) -> str:
-        return self.kind.value
-
 
 NO_RULE = Rule(RuleKind.NOTHING)
 

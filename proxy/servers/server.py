@@ -390,7 +390,7 @@ class Server(Watched):
                 build=props.build_info,
                 slots=props.total_slots,
                 caches=process.can_cache,
-                rule=str(process.rule),
+                rule=process.rule.kind.value,
             )
             if process.n_ctx + 256 < self._launch.n_ctx:  # llama-server rounds
                 given = f"{process.n_ctx:,} tokens a slot, not {self._launch.n_ctx:,}"

@@ -21,6 +21,7 @@ from proxy.shared.objects import META, ORPHAN_SECONDS, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
+from proxy.tasks import wait_for
 
 _LOOK_SECONDS, _FULL_LOOK_SECONDS, _UNSERVED_SECONDS = 10.0, 900.0, 0.5
 """How often what is new is listed, how often everything, and how soon again before a model is served."""
@@ -75,9 +76,7 @@ class Tier:
                 full_at = time.monotonic()
                 with suppress(CacheFault):  # it was noted
                     await self._keep_capacity()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS if done else _UNSERVED_SECONDS):
-                    await remote.has_failed.wait()
+            await wait_for(remote.has_failed, _LOOK_SECONDS if done else _UNSERVED_SECONDS)
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 

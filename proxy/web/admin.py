@@ -403,7 +403,7 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
                 # The model's name, if the address has several models.
                 "name": server.name,
                 "build": process.build,
-                "rule": str(process.rule),
+                "rule": process.rule.kind.value,
                 "n_ctx": process.n_ctx,
                 "slots": [_describe_slot(slot) for slot in process.slots],
             }

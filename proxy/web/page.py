@@ -23,6 +23,7 @@ from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
+from proxy.tasks import wait_for
 from proxy.web.admin import json_response, status_of
 from proxy.web.writer import OF_EVENTS
 
@@ -230,5 +231,4 @@ class LivePage:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await response.write(data)
                 told_at = time.monotonic()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _OVERVIEW_SECONDS)
+            await wait_for(self._stopping, _OVERVIEW_SECONDS)

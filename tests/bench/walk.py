@@ -137,10 +137,10 @@ class Walk:
                 async with asyncio.timeout(self._rng.uniform(0, 0.6)):
                     await self._rig.post(path, body | {"n_predict": 400})
             self.counts["left"] += 1
-        if path == CHAT and self._rng.random() < 0.3:  # this API tells no probabilities
-            fields = {"messages": body["messages"], "max_tokens": 4, "temperature": 0}
-            await self._rig.post(MESSAGES, fields)
         try:
+            if path == CHAT and self._rng.random() < 0.3:  # this API tells no probabilities
+                fields = {"messages": body["messages"], "max_tokens": 4, "temperature": 0}
+                await self._rig.post(MESSAGES, fields)
             return await self._rig.post(path, body)
         except AssertionError as refusal:
             self.told.append(f"step {self.counts['steps']}: {path}: {refusal}")
