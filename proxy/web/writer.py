@@ -191,7 +191,7 @@ class ClientWriter:
         try:
             with suppress(ConnectionError):  # the client is gone; its handler is cancelled
                 await drain()
-                while self._rest:
+                while self._rest and not transport.is_closing():
                     self._write_now(transport, self._take(PIECE_BYTES))
                     self.on_room()
                     await drain()

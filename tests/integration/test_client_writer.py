@@ -4,12 +4,14 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
 from proxy.metrics import Metrics
+from proxy.serving.request import do_nothing
 from proxy.web import writer as client_writer
 from proxy.web.writer import ClientWriter, Unread
 from tests.lab.raw_client import RawClient
@@ -212,3 +214,23 @@ async def test_stop_waits_for_who_reads_and_not_for_who_does_not(
         assert server.n_stalled == 1
         with pytest.raises(ConnectionError):
             await dead.read_to_end()
+
+
+async def test_nothing_more_is_written_to_a_client_that_has_left(server: Server) -> None:
+    leave, n_tried = do_nothing, 0
+
+    def note() -> None:
+        nonlocal n_tried
+        n_tried += 1
+
+    async def answer(writer: ClientWriter) -> None:
+        writer.on_room = note
+        writer.write(b"begun")
+        leave()  # with bytes that were not read: the next write fails
+        writer.write(bytes(4 * MIB))
+
+    async with server.answering(answer):
+        with RawClient(server.base_url, "/", {}) as client:
+            leave = partial(client.__exit__)
+            await until(lambda: server.n_answered == 1 and not server.unread.n_bytes)
+    assert n_tried <= 2
