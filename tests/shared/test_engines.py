@@ -14,6 +14,7 @@ from tests.integration.test_buckets import test_a_bucket_does_what_the_tier_need
 from tests.lab.buckets import Bucket, Moto, install
 from tests.lab.ceph import Ceph
 from tests.lab.objects import open_bucket
+from tests.lab.patience import wait_for_shared_store
 from tests.live.ledger import SLACK_TOKENS
 from tests.live.test_shared_hosts import REQUESTS, open_pair
 
@@ -45,6 +46,7 @@ def test_an_engine_does_what_the_tier_needs(engine: str, request: pytest.Fixture
 async def test_a_conversation_goes_on_at_the_other_host_by_ceph_that_has_lost_an_osd(
     ceph: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_for_shared_store(monkeypatch, at_any_rate=True)  # it answers slowly now
     async with open_pair("hybrid", ceph, tmp_path, monkeypatch) as pair:
         await pair.ask(0, REQUESTS[0])
         await pair.uploaded(0)
