@@ -18,8 +18,9 @@ class Answer:
 
 
 def read_answer(reply: Mapping[str, Any]) -> Answer:
-    """Return the answer that a chat completion's reply holds."""
-    content = reply["choices"][0]["logprobs"]["content"]
+    """Return the answer that the reply of a chat, or of a native completion, holds."""
+    native = reply.get("completion_probabilities")
+    content = native or reply["choices"][0]["logprobs"]["content"]
     first = {top["id"]: top["logprob"] for top in content[0]["top_logprobs"]}
     return Answer(first, tuple(token["id"] for token in content))
 

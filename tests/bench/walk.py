@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from proxy.log import configure_logging
+from tests.bench.answers import distance, read_answer
 from tests.bench.interrupts import run_section
 from tests.bench.progress import tell
 from tests.bench.rigs import new_server
@@ -35,7 +36,6 @@ from tests.lab.rig import Rig
 from tests.lab.server import LlamaServer
 
 WRONG = 0.1
-LEAST_COMMON = 8
 N_KEPT = 8
 N_CTX = 16384
 MOST_TOKENS = 13_000
@@ -166,10 +166,11 @@ class Walk:
 
     def _distance(self, body: Body, reply: Body, n_reused: int) -> float:
         prompt = body.get("prompt") or self._tokens(body)
-        far = distance(reply, self._answer_alone(prompt, 0))
-        return (
-            min(far, distance(reply, self._answer_alone(prompt, n_reused))) if far > WRONG else far
-        )
+        far = self._distance_to(prompt, 0, reply)
+        return min(far, self._distance_to(prompt, n_reused, reply)) if far > WRONG else far
+
+    def _distance_to(self, prompt: list[int], n_first: int, reply: Body) -> float:
+        return distance(read_answer(reply), read_answer(self._answer_alone(prompt, n_first)))
 
     def _tokens(self, chat: Body) -> list[int]:
         text = self._post("/apply-template", {"messages": chat["messages"]})["prompt"]
@@ -199,18 +200,6 @@ class Walk:
             if self.counts["steps"] % 25 == 0:
                 tell(f"{dict(self.counts)}, furthest {self.furthest:.3f}")
         self._note_restores()
-
-
-def distance(left: Body, right: Body) -> float:
-    """Return the largest difference of a log-probability of the first token."""
-    a, b = map(first_token, (left, right))
-    common = a.keys() & b.keys()
-    return max(abs(a[t] - b[t]) for t in common) if len(common) >= LEAST_COMMON else 99.0
-
-
-def first_token(reply: Body) -> dict[int, float]:
-    tokens = reply.get("completion_probabilities") or reply["choices"][0]["logprobs"]["content"]
-    return {top["id"]: top["logprob"] for top in tokens[0]["top_logprobs"]}
 
 
 async def measure_walk(given: argparse.Namespace, leftovers: ExitStack) -> Section:

@@ -68,16 +68,8 @@ class Router(ModelHost):
         command = [str(self.binary), "--models-dir", str(self.models.resolve())]
         command += ["--models-max", str(self.models_max)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += [
-            "-np",
-            str(self.n_slots),
-            "-c",
-            str(self.n_ctx),
-            "-t",
-            "1",
-            SLOTS_APART,
-            *BASE_ARGUMENTS,
-        ]
+        command += ["-np", str(self.n_slots), SLOTS_APART]
+        command += ["-c", str(self.n_ctx), "-t", "1", *BASE_ARGUMENTS]
         if self.slot_save_path is not None:
             command += ["--slot-save-path", str(self.slot_save_path.resolve())]
         return [*command, *self.extra_args]

@@ -46,7 +46,7 @@ def test_an_engine_does_what_the_tier_needs(engine: str, request: pytest.Fixture
 async def test_a_conversation_goes_on_at_the_other_host_by_ceph_that_has_lost_an_osd(
     ceph: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait_for_shared_store(monkeypatch, at_any_rate=True)  # it answers slowly now
+    wait_for_shared_store(monkeypatch, at_any_rate=True)  # Ceph answers late after a loss
     async with open_pair("hybrid", ceph, tmp_path, monkeypatch) as pair:
         await pair.ask(0, REQUESTS[0])
         await pair.uploaded(0)
