@@ -257,9 +257,9 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     slots = Counter(state_of(slot) for process in processes for slot in process.slots)
     for held in SLOT_STATES:
         metrics.slots.labels(held).set(slots[held])
-    rules = {process.rule.kind.value for process in processes if process.can_cache}
+    rules = {process.rule.kind for process in processes if process.can_cache}
     for kind in RuleKind:
-        metrics.rule.labels(kind).set(str(kind) in rules)
+        metrics.rule.labels(kind).set(kind in rules)
     for position, label in POSITION_LABELS.items():
         speed = highest(p.rates.tokens_per_second(position) for p in processes)
         metrics.evaluation_tokens_per_second.labels(label).set(speed)

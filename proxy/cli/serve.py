@@ -230,11 +230,11 @@ def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
-    given = read_given(options, arguments, os.environ)
+    known, given = known_names(options), read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
     launch = plan_launch(
         given,
-        known_names(options),
+        known,
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
         default_path=str(default_directory()),
         free_port=free_port("127.0.0.1"),
@@ -242,9 +242,9 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     )
     model = Path(launch.model_path)
     if has_key(model, WINDOW_KEY):
-        narrow_batches(launch, given, known_names(options))
+        narrow_batches(launch, given, known)
     if has_key(model, RECURRENT_KEY) and has_amx():
-        keep_slots_apart(launch, given, known_names(options))
+        keep_slots_apart(launch, given, known)
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))
     return launch

@@ -256,13 +256,13 @@ def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection
 
 
 def keep_slots_apart(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
-    """Let llama-server leave the weights as they are, for a recurrent model on a CPU with AMX.
+    """Let llama-server keep several slots off AMX kernels, for a recurrent model on a CPU that has them.
 
-    With several slots, AMX kernels answer one as if it had another's tokens
-    (docs/upstream/prompts_at_once.py). Prompts then take about twice as long.
+    These kernels take wrong weights for every slot but the first of a batch
+    (docs/upstream/prompts_at_once.py). Without them prompts take about twice as long.
     """
     slots = given.get("--parallel")
-    if (slots and slots.value != "1") and "--repack" not in given:
+    if slots and slots.value != "1" and "--repack" not in given:
         _add(launch, known, "--no-repack")
 
 

@@ -430,7 +430,7 @@ async def mixes_up_slots(server: ProbedServer, n_vocab: int) -> bool:
         beside = [await server.canary(slot_id, prompt) for _ in range(3)]
     finally:
         generating.cancel()
-        await asyncio.wait([generating])
+        await asyncio.gather(generating, return_exceptions=True)
     await server.erase_all()
     return not all(is_same_canary(alone, answer, _OTHERWISE) for answer in beside)
 

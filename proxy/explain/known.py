@@ -117,9 +117,9 @@ class KnownPrompts:
 
     def _has_any(self, tokens: TokenIds, end: int) -> bool:
         """Return whether a known prompt has the same few tokens up to *end*, and the next one."""
-        few = slice(end - SLACK_TOKENS, end + 1)
-        longer = (known.tokens for known in self._known if len(known.tokens) > end)
-        return any(others[few] == tokens[few] for others in longer)
+        place = slice(end - SLACK_TOKENS, end + 1)
+        few = tokens[place]
+        return any(known.tokens[place] == few for known in self._known if len(known.tokens) > end)
 
     def matches(
         self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float

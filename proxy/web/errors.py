@@ -104,7 +104,7 @@ def _anthropic(error: Error, status: int = 500) -> Error:
     has both.
     """
     code, message = error.get("code"), str(error["message"])
-    _, kind = _TYPES.get(code if isinstance(code, int) else status, ("", "api_error"))
+    _, kind = _TYPES.get(code if isinstance(code, int) else status, _TYPES[500])
     if error.get("type") == "exceed_context_size_error":
         n_prompt, n_ctx = error.get("n_prompt_tokens", 0), error.get("n_ctx", 0)
         told = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum"
