@@ -165,8 +165,8 @@ class Catalogue:
         self._going: dict[CheckpointId, Checkpoint] = {}
         self._in_use: Counter[CheckpointId] = Counter()
         self._quarantined: set[CheckpointId] = set(summed.quarantined)
-        # A restore from the page cache is several times faster than one from the disk. The kernel is not
-        # asked: the files last used count as cached, up to half of the memory available at the start.
+        # A restore from the page cache is several times faster than one from the disk. The kernel is asked
+        # at the start; then the files last used count as cached, up to half of the memory available.
         self._warm: LRUCache[CheckpointId, int] = LRUCache(page_cache_bytes(), getsizeof=int)
 
     def __len__(self) -> int:

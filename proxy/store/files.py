@@ -6,6 +6,7 @@ names made by this module are ever touched: other files in the directory are not
 
 import asyncio
 import os
+import random
 import re
 import secrets
 import shutil
@@ -28,6 +29,8 @@ T = TypeVar("T")
 _OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
 _READ_BYTES = 256 << 10
 """Small enough that the bytes are still in the processor's cache when they are hashed."""
+
+_N_SAMPLES = 16
 
 FileStamp = tuple[int, int, int, int]
 """(inode, size, mtime_ns, ctime_ns): a write into the file changes at least one of them."""
@@ -108,6 +111,19 @@ class StateFiles:
         with suppress(OSError):
             return self.path(name).stat().st_size
         return 0
+
+    def is_cached(self, name: str) -> bool:
+        """Return whether the page cache holds a file, by a few of its bytes; only Linux can tell."""
+        with suppress(AttributeError, OSError):
+            descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                n_bytes = os.fstat(descriptor).st_size
+                # Places of their own each time: the kernel may begin to read where it was asked.
+                offsets = (random.randrange(n_bytes) for _ in range(_N_SAMPLES if n_bytes else 0))
+                return all(os.preadv(descriptor, [bytearray(1)], i, os.RWF_NOWAIT) for i in offsets)
+            finally:
+                os.close(descriptor)
+        return False
 
     def parts(self, name: str, sizes: Sequence[int]) -> tuple[FilePart, ...]:
         """Return the parts of a file as it is now; raises OSError if it cannot be read."""

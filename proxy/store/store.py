@@ -27,6 +27,8 @@ from proxy.store.known_models import owners
 
 T = TypeVar("T")
 _READ_ONLY = "the directory is read-only"
+N_NEWEST = 100
+"""Of so many checkpoints the kernel is asked whether their files are in the page cache."""
 _MOST_CHANGED = 1000
 """How many changed records wait for the next commit; more are written without a commit."""
 
@@ -53,6 +55,9 @@ class CheckpointStore(Catalogue):
             super().__init__(self._directory.index, swept)
             self.writes = Budget(max_bytes, max_write_bytes_per_day, self.index)
             self.report = self._reported(swept)
+            for checkpoint in reversed([*self.newest(N_NEWEST)]):
+                if self.files.is_cached(checkpoint.file_name):
+                    self.note_read(checkpoint)
         except BaseException as error:
             self._directory.close()
             if isinstance(error, OSError):

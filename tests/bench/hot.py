@@ -108,7 +108,7 @@ async def measure_hot(
         tell(f"hot request, {n_tokens:,} tokens")
         async with Sides(leftovers, n_ctx=context_for(n_tokens), is_pinned=is_pinned) as sides:
             opening = opening_of(sides.alone.stack.server, n_tokens)
-            alone, ours = await play_pairs(sides, opening, n_times)
+            alone, ours = await play_pairs(sides, conversations(sides, opening), n_times)
         _add_times(times, alone, ours, BARS.get(n_tokens))
         _add_phases(phases, alone, ours)
     return [times, phases]
@@ -119,7 +119,7 @@ async def measure_messages(leftovers: ExitStack, n_times: int, *, is_pinned: boo
     tell(f"{N_MESSAGES:,} messages")
     opening = opening_of_messages(N_MESSAGES)
     async with Sides(leftovers, n_ctx=_MESSAGES_CONTEXT, is_pinned=is_pinned) as sides:
-        alone, ours = await play_pairs(sides, opening, n_times)
+        alone, ours = await play_pairs(sides, conversations(sides, opening), n_times)
     times = _times_section(
         f"Hot request of {N_MESSAGES:,} messages: time to first token", is_pinned, n_times
     )
@@ -129,22 +129,29 @@ async def measure_messages(leftovers: ExitStack, n_times: int, *, is_pinned: boo
     return [times, phases]
 
 
-async def play_pairs(sides: Sides, opening: Opening, n_times: int) -> tuple[list[Hot], list[Hot]]:
+def conversations(sides: Sides, opening: Opening) -> dict[Side, Conversation]:
+    """Return a conversation with each side that begins so."""
+    return {side: Conversation(opening) for side in sides.both}
+
+
+async def play_pairs(
+    sides: Sides, of_side: dict[Side, Conversation], n_times: int
+) -> tuple[list[Hot], list[Hot]]:
     """Return what each request cost alone and through the proxy, by turns, without the first ones."""
-    of_side = {side: Conversation(opening) for side in sides.both}
     played: dict[Side, list[Hot]] = {side: [] for side in sides.both}
     for i in range(N_WARM_UP + n_times):
         for side in sides.by_turns(i):
             for waited_for in sides.both:
                 await waited_for.until_quiet()
-            hot = await _play(side, of_side[side].body())
+            hot = await play(side, of_side[side].body())
             played[side].append(hot)
             of_side[side].go_on(hot.reply)
     alone, ours = (played[side][N_WARM_UP:] for side in sides.both)
     return alone, ours
 
 
-async def _play(side: Side, body: dict[str, Any]) -> Hot:
+async def play(side: Side, body: dict[str, Any]) -> Hot:
+    """Send one request; return what it cost."""
     at_token: list[Cpu] = []
     before = side.cpu()
     reply = await asyncio.to_thread(ask, side.base_url, body, lambda: at_token.append(side.cpu()))

@@ -9,7 +9,6 @@ python -m tests.bench.restores [--rounds N] [--folder FOLDER]
 """
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.lab.models import build_model
+from tests.lab.page_cache import forget, read
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
@@ -96,15 +96,7 @@ class RestoreBenchmark:
 
 def _bring(path: Path, temperature: str) -> None:
     """Have the page cache hold all of a file, or nothing of it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if temperature == "cold":
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        while temperature == "warm" and os.read(descriptor, 16 << 20):
-            pass
-    finally:
-        os.close(descriptor)
+    (forget if temperature == "cold" else read)(path)
 
 
 async def measure_restores(n_rounds: int, parent: Path | None, leftovers: ExitStack) -> Section:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.chat import ChatFailed, Reply, read_chunks
 
+MODEL = ("hybrid", "tiny")
 SERVER_CORE = 1
 OUR_CORE = 0
 N_HTTP_THREADS = 144
@@ -44,10 +45,17 @@ class Side:
     """One llama-server of one thread, with the proxy in front or without."""
 
     def __init__(
-        self, leftovers: ExitStack, *, has_proxy: bool, n_slots: int, n_ctx: int, is_pinned: bool
+        self,
+        leftovers: ExitStack,
+        model: tuple[str, str] = MODEL,
+        *,
+        has_proxy: bool,
+        n_slots: int,
+        n_ctx: int,
+        is_pinned: bool,
     ) -> None:
         arguments = ["--threads-http", str(N_HTTP_THREADS)]
-        if n_ctx > TRAINED_CONTEXT:
+        if n_ctx > TRAINED_CONTEXT and model[0] == "hybrid":
             arguments += ["--override-kv", f"qwen35.context_length=int:{n_ctx}"]
         setup = Setup(
             n_slots=n_slots,
@@ -57,7 +65,7 @@ class Side:
             proxy_options=("--log-format", "json"),
             server_core=SERVER_CORE if is_pinned else None,
         )
-        self.stack = Stack("hybrid", "tiny", leftovers, has_proxy=has_proxy, setup=setup)
+        self.stack = Stack(*model, leftovers, has_proxy=has_proxy, setup=setup)
 
     @property
     def base_url(self) -> str:
@@ -89,10 +97,22 @@ class Sides:
     """Both sides, started together."""
 
     def __init__(
-        self, leftovers: ExitStack, *, n_slots: int = 1, n_ctx: int = 65536, is_pinned: bool = False
+        self,
+        leftovers: ExitStack,
+        model: tuple[str, str] = MODEL,
+        *,
+        n_slots: int = 1,
+        n_ctx: int = 65536,
+        is_pinned: bool = False,
     ) -> None:
         self.alone, self.ours = (
-            Side(leftovers, has_proxy=has_proxy, n_slots=n_slots, n_ctx=n_ctx, is_pinned=is_pinned)
+            Side(
+                *(leftovers, model),
+                has_proxy=has_proxy,
+                n_slots=n_slots,
+                n_ctx=n_ctx,
+                is_pinned=is_pinned,
+            )
             for has_proxy in (False, True)
         )
         self.both = self.alone, self.ours

@@ -9,7 +9,6 @@ Evaluating the state takes some minutes.
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from tests.bench.interrupts import run_section
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.lab.models import build_model
+from tests.lab.page_cache import forget, read
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.store.conftest import new_checkpoint
 
@@ -73,14 +73,11 @@ class VerificationBenchmark:
                 self.seconds.setdefault((temperature, way), []).append(time.monotonic() - began)
 
     def _prepare(self, temperature: str) -> None:
-        descriptor = os.open(self._store.files.path(self.checkpoint.file_name), os.O_RDONLY)
-        try:
-            if temperature == "cold":
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            while temperature == "warm" and os.read(descriptor, 16 << 20):
-                pass
-        finally:
-            os.close(descriptor)
+        path = self._store.files.path(self.checkpoint.file_name)
+        if temperature == "cold":
+            forget(path)
+        else:
+            read(path)
 
     async def _act(self, action: str, name: str = "") -> None:
         await self._post(f"/slots/0?action={action}", {"filename": name} if name else {})

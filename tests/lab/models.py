@@ -59,6 +59,11 @@ SIZES = {
     "heavy": Shape(
         n_layers=8, n_embd=64, n_ff=128, n_heads=8, n_kv_heads=1, head_size=32, state_size=512
     ),
+    # What Qwen3.5 4B has of weights (7.7 GB here), of keys and values (32 KiB for each token) and of
+    # recurrent state (50 MB for each sequence and each of its context checkpoints).
+    "4b": Shape(
+        n_layers=32, n_embd=2560, n_ff=9216, n_heads=32, n_kv_heads=8, head_size=128, state_size=128
+    ),
 }
 
 

@@ -1,18 +1,21 @@
 """llama-server is killed with requests in flight and in the queue: the queue is served by the next one."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
 from proxy import app
+from proxy.servers import attach
 from tests.lab.conversation import agent_requests, system, tools, user
 from tests.lab.models import model_path
+from tests.lab.page_cache import can_tell, folder_on_disk, forget
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.lab.waiting import until
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 TOOLS = tools(2)
 CHAT = "/v1/chat/completions"
@@ -195,3 +198,24 @@ async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_
         await ending
         await asyncio.to_thread(rig.server.start)
         assert (await waiting)[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["full", *in_long("swa", "recurrent", "hybrid")])
+async def test_disk_is_timed_before_a_request_needs_it(
+    kind: str, start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "LEAST_TIMED_BYTES", 64 << 10)
+    with folder_on_disk() as directory:
+        (tmp_path / "slots").symlink_to(directory)
+        async with start_rig(kind) as rig:
+            await rig.post(CHAT, body(0, 0))
+            await rig.settled()
+            await rig.stop_proxy()
+            for path in directory.glob("*.state"):
+                if not can_tell(path):
+                    pytest.skip("the kernel does not say what its page cache has")
+                forget(path)
+            await rig.start_proxy()
+            [process] = rig.running.pool.processes
+            await until(lambda: process.rates.cold_restore.bytes_per_second > 0)
+            assert not process.rates.warm_restore.bytes_per_second, "nothing was restored"

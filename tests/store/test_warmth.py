@@ -10,6 +10,8 @@ from proxy.core.tokens import token_ids
 from proxy.store.catalogue import Catalogue, page_cache_bytes
 from proxy.store.directory import Summed
 from proxy.store.index import Index
+from tests.lab.page_cache import can_tell, folder_on_disk, forget
+from tests.store.conftest import new_state, opened, run_of
 from tests.unit.builders import checkpoint
 
 ONE, TWO, THREE = (
@@ -71,3 +73,16 @@ def test_page_cache_is_half_of_what_the_system_says_is_available(tmp_path: Path)
     meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\nHugePages_Total:   0\n")
     assert page_cache_bytes(meminfo) == 300 << 10
     assert page_cache_bytes() > 0
+
+
+async def test_file_is_warm_at_the_start_if_the_page_cache_has_it() -> None:
+    with folder_on_disk() as directory:
+        with opened(directory) as store:
+            states = [new_state(store, run_of(400, i), content=bytes(300_000)) for i in range(2)]
+            kept, dropped = [await store.commit(*state) for state in states]
+            path = store.files.path(dropped.file_name)
+        if not can_tell(path):
+            pytest.skip("the kernel does not say what its page cache has of this file system")
+        forget(path)
+        with opened(directory) as store:
+            assert [store.is_warm(c) for c in (kept, dropped)] == [True, False]
