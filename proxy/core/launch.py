@@ -56,6 +56,8 @@ class Launch:
     api_prefix: str = ""
     slot_save_path: str = ""
     n_context_checkpoints: int = 32
+    has_narrow_batches: bool = False
+    """Whether -b is known to be as small as -ub, as a sliding window needs it."""
     has_ram_cache: bool = True
     """Whether llama-server may keep prompts in a cache of its own, for any API key."""
     api_key: str | None = None
@@ -117,6 +119,7 @@ def plan_launch(
     _divide_context(launch, given, known)
     _keep_idle_slots(launch, given, known)
     _limit_checkpoints(launch, given, known)
+    launch.has_narrow_batches = _is_narrow(given)
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
     if model := given.get("--model"):
@@ -244,15 +247,23 @@ def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection
     With several, it sometimes drops cells of the window that the first still needs, and answers wrongly
     (docs/upstream/window_purged_too_early.py).
     """
-    logical = given.get("--batch-size")
-    n_physical = _number(given.get("--ubatch-size")) or UBATCH_TOKENS
+    logical, n_physical = given.get("--batch-size"), _physical(given)
     if logical is None:
-        _add(launch, known, "-b", str(n_physical))
-    elif _number(logical) > n_physical:
+        launch.has_narrow_batches = _add(launch, known, "-b", str(n_physical))
+    elif not _is_narrow(given):
         launch.warnings.append(
             f"{logical}: this model has a sliding window, and answers are sometimes wrong unless -b is as"
             f" small as -ub: -b {n_physical}"
         )
+
+
+def _physical(given: Mapping[str, Given]) -> int:
+    """Return how many tokens a physical batch has at most."""
+    return _number(given.get("--ubatch-size")) or UBATCH_TOKENS
+
+
+def _is_narrow(given: Mapping[str, Given]) -> bool:
+    return 0 < _number(given.get("--batch-size")) <= _physical(given)
 
 
 def keep_slots_apart(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -261,9 +272,16 @@ def keep_slots_apart(launch: Launch, given: Mapping[str, Given], known: Collecti
     These kernels take wrong weights for every slot but the first of a batch
     (docs/upstream/prompts_at_once.py). Without them prompts take about twice as long.
     """
-    slots = given.get("--parallel")
-    if slots and slots.value != "1" and "--repack" not in given:
+    slots, repack = given.get("--parallel"), given.get("--repack")
+    if not slots or slots.value == "1":
+        return
+    if repack is None:
         _add(launch, known, "--no-repack")
+    elif repack.value == ON:
+        launch.warnings.append(
+            f"{repack}: this CPU has AMX, where llama-server mixes up the slots of this model:"
+            " --no-repack, or -np 1"
+        )
 
 
 def restart_delay_seconds(n_failures: int) -> float:

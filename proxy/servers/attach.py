@@ -65,6 +65,10 @@ Adopted = dict[SlotId, SavedSlot]
 N_TIMED_PARTS = 4
 LEAST_TIMED_BYTES = 4 << 20
 """Fewer bytes tell more about finding a place on the disk than about reading."""
+_MAY_BE_WRONG = (
+    "this model has a sliding window: llama-server answers some prompts wrongly if -b is larger than -ub,"
+    " as it is by default; start llama-server with -b 512"
+)
 _FEW_TOKENS = token_ids(range(1, 9))
 
 
@@ -133,7 +137,7 @@ async def attach(
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-        await _identify(process, props)
+        await _identify(process, props, launch)
     except CannotCache as obstacle:
         process.obstacle = obstacle
     except CacheFault as fault:
@@ -175,14 +179,14 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     return None
 
 
-async def _identify(process: Process, props: Props) -> None:
+async def _identify(process: Process, props: Props, launch: Launch) -> None:
     with suppress(UpstreamRefused):  # --no-slots: a save of a busy slot just waits for it
         for status in await process.upstream.slots():
             if status.is_processing:
                 process.slots.lease(SlotId(status.id), time.monotonic())
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
-        await _examine(process, await _empty_slot(process, adopted), props)
+        await _examine(process, await _empty_slot(process, adopted), props, launch)
         known = known_tenants(process.store.index, process.model_namespace)
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
@@ -251,7 +255,7 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
     return candidates[0]
 
 
-async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
+async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Launch) -> None:
     """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
     identity, n_vocab = await read_identity(upstream, props)
@@ -266,6 +270,8 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
             probe = saved.state
             if probe.tokens[: len(tokens)] != tokens:
                 raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+            if has_window(probe.layout) and not launch.has_narrow_batches:
+                get_logger("lifecycle").warning(_MAY_BE_WRONG)
             await _look_for_clearing(process, slot_id, fixed[-1:])
             process.saves_context_checkpoints = bool(probe.restore_points)
             sections = [s for s in probe.layout or () if s.kind == "attention"]

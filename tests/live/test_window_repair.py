@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from proxy.core.launch import Launch
 from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import repair_window
 from tests.lab.models import model_path
@@ -287,3 +289,16 @@ async def test_rule_is_learned_again_where_a_flag_has_changed_it(start_rig: Star
         assert (await rig.health())["servers"][0][
             "rule"
         ] == "any prefix"  # until a window was cut on saving
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_narrow", "warns"),
+    [("swa", False, True), *in_long(("swa", True, False), ("full", False, False))],
+)
+async def test_first_contact_tells_that_large_batches_make_wrong_answers(
+    start_rig: StartRig, kind: str, is_narrow: bool, warns: bool
+) -> None:
+    launch = Launch(has_narrow_batches=is_narrow)
+    with capture_logs() as log:
+        async with start_rig(kind, launch=launch):
+            assert any("-b 512" in line["event"] for line in log) == warns

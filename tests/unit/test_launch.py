@@ -85,23 +85,31 @@ def test_narrow_batches_makes_logical_and_physical_batches_alike(
     assert (added(made), len(made.warnings)) == (added_then, n_warnings)
 
 
+@pytest.mark.parametrize(("size", "is_narrow"), [("", False), ("512", True), ("513", False)])
+def test_plan_launch_tells_whether_batches_are_narrow_whatever_the_model(
+    size: str, is_narrow: bool
+) -> None:
+    assert launch(**({"batch_size": size} if size else {})).has_narrow_batches == is_narrow
+
+
 @pytest.mark.parametrize(
-    ("given", "added_then"),
+    ("given", "added_then", "n_warnings"),
     [
-        ({"parallel": "2"}, "--no-repack"),
-        ({"parallel": "-1"}, "--no-repack"),  # llama-server chooses
-        ({"parallel": "1"}, ""),
-        ({}, ""),  # one slot is added
-        ({"parallel": "2", "repack": "on"}, ""),
+        ({"parallel": "2"}, "--no-repack", 0),
+        ({"parallel": "-1"}, "--no-repack", 0),  # llama-server chooses
+        ({"parallel": "1"}, "", 0),
+        ({}, "", 0),  # one slot is added
+        ({"parallel": "2", "repack": "on"}, "", 1),
+        ({"parallel": "2", "repack": "off"}, "", 0),
     ],
 )
 def test_keep_slots_apart_adds_a_flag_for_several_slots(
-    given: dict[str, str], added_then: str
+    given: dict[str, str], added_then: str, n_warnings: int
 ) -> None:
     flags = {f"--{name}": Given(name, value) for name, value in given.items()}
     made = Launch()
     keep_slots_apart(made, flags, {"--no-repack"})
-    assert added(made) == added_then
+    assert (added(made), len(made.warnings)) == (added_then, n_warnings)
 
 
 def test_plan_launch_without_slot_saves_is_a_conflict() -> None:
