@@ -40,6 +40,7 @@ from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     IsReady,
+    downloaded,
     free_port,
     has_amx,
     keep_running,
@@ -240,10 +241,12 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    model = Path(launch.model_path)
-    if has_key(model, WINDOW_KEY):
+    models = [Path(launch.model_path)]
+    if (repository := given.get("--hf-repo")) and not launch.model_path:
+        models = downloaded(repository.value, os.environ)
+    if any(has_key(model, WINDOW_KEY) for model in models):
         narrow_batches(launch, given, known)
-    if has_key(model, RECURRENT_KEY) and has_amx():
+    if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))

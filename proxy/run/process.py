@@ -55,6 +55,24 @@ def read_help(program: Sequence[str]) -> str:
     return done.stdout.decode(errors="replace")
 
 
+_CACHES = (
+    ("LLAMA_CACHE", ""),
+    ("HF_HUB_CACHE", ""),
+    ("HUGGINGFACE_HUB_CACHE", ""),
+    ("HF_HOME", "hub"),
+    ("XDG_CACHE_HOME", "huggingface/hub"),
+    ("HOME", ".cache/huggingface/hub"),
+)
+
+
+def downloaded(repository: str, environment: Mapping[str, str]) -> list[Path]:
+    """Return the files that llama-server has of `-hf user/model:quant` (hf-cache.cpp)."""
+    bases = ((environment.get(name), folder) for name, folder in _CACHES)
+    cache = next((Path(base, folder) for base, folder in bases if base), Path())
+    name = "models--" + repository.partition(":")[0].replace("/", "--")
+    return sorted(cache.joinpath(name, "snapshots").rglob("*.gguf"))
+
+
 def has_amx() -> bool:
     """Return whether this machine's CPU has AMX, as far as Linux tells."""
     with suppress(OSError):

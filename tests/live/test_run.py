@@ -98,6 +98,25 @@ def test_prompt_that_goes_back_inside_a_sliding_window_is_answered_as_alone(
     assert distance(in_slot, alone) <= WRONG_BAR
 
 
+def test_downloaded_model_gets_the_flags_that_its_file_asks_for(
+    new_run: StartRun, tmp_path: Path
+) -> None:
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "models--me--swa"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    (repository / "snapshots" / commit / "swa-Q4_K_M.gguf").symlink_to(model.resolve())
+    run = new_run(
+        model=None,
+        arguments=("-hf", "me/swa:Q4_K_M", "--offline", *LLAMA_SERVER_ARGUMENTS),
+        environment={"LLAMA_CACHE": "", "HF_HUB_CACHE": str(tmp_path / "hub")},
+    )
+    run.start_and_await_caching()
+    assert "--metrics -b 512" in run.log_text()
+
+
 def test_slots_of_a_hybrid_model_are_kept_apart_on_a_cpu_with_amx(new_run: StartRun) -> None:
     run = new_run("hybrid", arguments=("-c", "16384", "-np", "2"))
     run.start_and_await_caching()
