@@ -36,14 +36,7 @@ from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
-from proxy.errors import (
-    CacheFault,
-    NoRoom,
-    SaveRejected,
-    StoreFault,
-    UpstreamFault,
-    UpstreamRefused,
-)
+from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
@@ -57,14 +50,10 @@ from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import MAX_REQUESTS, Settings
 from proxy.store.known_models import introduce_model, known_tenants, owners
-from proxy.store.store import N_NEWEST
 
 Adopted = dict[SlotId, SavedSlot]
 """The states saved from slots at first contact; their files wait for a namespace."""
 
-N_TIMED_PARTS = 4
-LEAST_TIMED_BYTES = 4 << 20
-"""Fewer bytes tell more about finding a place on the disk than about reading."""
 _MAY_BE_WRONG = (
     "this model has a sliding window: llama-server answers some prompts wrongly if -b is larger than -ub,"
     " as it is by default; start llama-server with -b 512"
@@ -191,30 +180,9 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
-        if not process.rates.cold_restore.bytes_per_second:
-            process.tasks.start(_time_disk(process))
+        process.tasks.start(process.time_disk())
         for slot_id, saved in adopted.items():
             await _commit(process, slot_id, saved)
-
-
-async def _time_disk(process: Process) -> None:
-    """Read the beginning of a state that is not in the page cache, and learn what a cold restore takes.
-
-    A default that is too slow would stay: while evaluating seems cheaper, nothing is restored, and nothing
-    is measured.
-    """
-    files = process.store.files
-    for checkpoint in process.store.newest(N_NEWEST):
-        parts = checkpoint.content[:N_TIMED_PARTS]
-        n_bytes = sum(part.n_bytes for part in parts)
-        if n_bytes < LEAST_TIMED_BYTES or files.is_cached(checkpoint.file_name):
-            continue
-        read, began = partial(files.n_changed, keeps_pages=False), time.monotonic()
-        with suppress(OSError, StoreFault):
-            await asyncio.to_thread(read, checkpoint.file_name, 0, parts)
-            seconds = time.monotonic() - began + process.rates.warm_restore.seconds(n_bytes)
-            process.rates = process.rates.after_restore(n_bytes, seconds, is_warm=False)
-        return
 
 
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:

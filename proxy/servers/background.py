@@ -45,7 +45,9 @@ async def remember_rates(current: Current) -> None:
     try:
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
-            written = await _remember(current(), written)
+            if (process := current()) and process.can_cache:
+                await process.time_disk()
+            written = await _remember(process, written)
     finally:
         await _remember(current(), written)
 
