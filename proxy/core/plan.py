@@ -250,7 +250,7 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
         if n_reused and checkpoint.n_tokens < now.n_ctx:
             seconds = rates.evaluation_seconds(n_reused, n_prompt)
             seconds += rates.restore_seconds(checkpoint.size_bytes, is_warm=candidate.is_warm)
-            yield Start(slot.id, n_reused, n_at_most, candidate, seconds, displacement, erases)
+            yield Start(slot.id, n_reused, n_at_most, candidate, seconds, displacement)
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:

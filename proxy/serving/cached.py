@@ -218,17 +218,13 @@ class CachedRequest:
         await self._verify()
         # The save may have found tokens that must not be reused.
         content, namespace = process.slots[slot_id].content, self._prompt.namespace
-        n_common = shared_tokens(content, self._prompt.tokens, namespace)
-        if self._plan.start.erases or must_be_erased(process.rule, content, namespace, n_common):
-            try:
-                await process.finish(self._lease, process.erase(slot_id))
-            except UpstreamFault:
-                process.faults.count("erase")
-                self._account.is_degraded = True
-                return False
+        n_common, start = shared_tokens(content, self._prompt.tokens, namespace), self._plan.start
+        must_erase = start.erases or must_be_erased(process.rule, content, namespace, n_common)
+        if must_erase and not start.restored and not await self._erase():
+            return False
         try:
-            if self._plan.start.restored:
-                await self._restore(self._plan.start.restored)
+            if start.restored:  # it takes the place of whatever the slot holds
+                await self._restore(start.restored)
             await self._take_turn()
             await self._make_stops()
         except Exception as fault:
@@ -238,8 +234,20 @@ class CachedRequest:
                 raise replaced() from fault
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
+            content = process.slots[slot_id].content
+            is_clean = not must_be_erased(process.rule, content, namespace) or await self._erase()
             # A file that changed meanwhile may have loaded anything.
-            return not isinstance(fault, StoreFault)
+            return is_clean and not isinstance(fault, StoreFault)
+        return True
+
+    async def _erase(self) -> bool:
+        """Erase the slot; return False if that fails."""
+        try:
+            await self._process.finish(self._lease, self._process.erase(self._plan.slot_id))
+        except UpstreamFault:
+            self._process.faults.count("erase")
+            self._account.is_degraded = True
+            return False
         return True
 
     async def _verify(self) -> None:

@@ -396,8 +396,9 @@ class Process(Services):
             try:
                 n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
             except UpstreamRefused as refusal:
-                # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
-                self.slots.set_content(slot_id, Empty())
+                if refusal.status == 400:
+                    # A restore that fails clears the slot (server-context.cpp, SLOT_RESTORE).
+                    self.slots.set_content(slot_id, Empty())
                 if refusal.status != 400 or not await self._make_room(slot_id):
                     raise
         seconds = time.monotonic() - began

@@ -105,7 +105,26 @@ async def test_slot_that_cannot_be_erased_is_not_reused(
         assert rig.sample("requests_total", outcome="degraded") == 1
         # What the slot holds now is Bob's, and his alone.
         assert (await rig.chat("a", key="bob")).n_reused == 308
+        # Alice's own state takes its place, and is hers alone.
+        assert (await rig.chat("a", key="alice")).n_reused == 308
+        assert (await rig.chat("a", key="carol")).n_reused == 0
+
+
+@TENANTS
+@pytest.mark.parametrize("status", [401, 500, 501])
+async def test_slot_whose_restore_is_refused_is_erased_before_another_tenant_uses_it(
+    start_rig: StartRig, tenants: Tenants, status: int
+) -> None:
+    """A refusal that llama-server's slot never saw leaves the slot as it was."""
+    async with start_rig(n_slots=1, **tenants) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        await rig.chat("a", key="bob")
+        await rig.settled()
+        rig.server.faults.refuse["restore"] = status
+        n_erased = len(rig.server.seen_at("erase"))
         assert (await rig.chat("a", key="alice")).n_reused == 0
+        assert len(rig.server.seen_at("erase")) == n_erased + 1
 
 
 @TENANTS
