@@ -12,12 +12,7 @@ from tests.documents.dashboard.grafana import dashboard_file
 from tests.documents.dashboard.tables import alerts_table
 from tests.documents.settings import example_file, settings_table
 from tests.documents.sizes import sizes_table
-from tests.documents.tables import (
-    causes_list,
-    degradations_table,
-    metrics_table,
-    stabilizers_table,
-)
+from tests.documents.tables import causes_list, degradations_table, metrics_table, stabilizers_table
 from tests.integration.fault_matrix import table as faults_table
 
 REPOSITORY = Path(__file__).parents[2]

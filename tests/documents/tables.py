@@ -19,8 +19,8 @@ def metrics_table() -> str:
 
 
 def causes_list() -> str:
-    """Return the names of all causes as one paragraph."""
-    return fill(", ".join(Cause), 140) + ".\n"
+    """Return the names of the causes of misses as one paragraph."""
+    return fill(", ".join(cause for cause in Cause if cause.is_miss), 140) + ".\n"
 
 
 def degradations_table() -> str:
