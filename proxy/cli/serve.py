@@ -169,11 +169,13 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 
     \b
     llama-prefix-cache run -- llama-server -m model.gguf -c 65536
+    llama-prefix-cache run -- llama-server -hf USER/MODEL -c 65536
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
     COMMAND gets the flags that it lacks: --slot-save-path, a free --port, -np 1, --cache-ram 0,
-    --ctx-checkpoints 8 and --metrics, and for a model with a sliding window -b as small as -ub, as far as
-    the build knows them. Your own flags are kept. If a flag of yours makes caching impossible, `run` names
+    --no-radix-cache, --ctx-checkpoints 8 and --metrics, for a model with a sliding window -b as small as
+    -ub, and for a recurrent model with -np N on a CPU with AMX --no-repack, as far as the build knows them.
+    Your own flags are kept. If a flag of yours makes caching impossible, `run` names
     the flag and starts nothing.
 
     States are kept in --slot-save-path, llama-server's or this command's; without either, in

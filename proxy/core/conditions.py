@@ -143,7 +143,7 @@ class DegradationKind(StrEnum):
     FILES_UNREADABLE = "files unreadable"
     """The proxy may not read the files that llama-server writes.
 
-    Run both as the same user, or see Two users.
+    Run both as the same user, or share a group: docs/security.md, Two users.
     """
     IDLE_SLOTS_CLEARED = "idle slots are cleared", State.DEGRADED
     """A starting slot empties all idle slots. The proxy saves them first; requests start one at a time.

@@ -1,6 +1,6 @@
 """The causes why known tokens of a prompt were evaluated again: a closed list, with cures in words.
 
-Owns: the names. The table in docs/misses.md is made from this module.
+Owns: the names. The list in docs/misses.md is made from this module.
 """
 
 from collections.abc import Collection

@@ -12,7 +12,7 @@ from tests.documents.dashboard.grafana import dashboard_file
 from tests.documents.dashboard.tables import alerts_table
 from tests.documents.settings import example_file, settings_table
 from tests.documents.sizes import sizes_table
-from tests.documents.tables import degradations_table, metrics_table, stabilizers_table
+from tests.documents.tables import causes_list, degradations_table, metrics_table, stabilizers_table
 from tests.integration.fault_matrix import table as faults_table
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ DASHBOARD = REPOSITORY / "deploy" / "grafana" / "dashboards" / "llama-prefix-cac
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "metrics": metrics_table,
+    "causes": causes_list,
     "degradations": degradations_table,
     "stabilizers": stabilizers_table,
     "alerts": alerts_table,

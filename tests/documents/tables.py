@@ -1,6 +1,9 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
+from textwrap import fill
+
 from proxy.core.conditions import DegradationKind
+from proxy.explain.causes import Cause
 from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
 from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
@@ -13,6 +16,11 @@ def metrics_table() -> str:
         labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
         rows.append(f"| `{family.name}{labels}` | {family.help} |")
     return "\n".join(rows) + "\n"
+
+
+def causes_list() -> str:
+    """Return the names of the causes of misses as one paragraph."""
+    return fill(", ".join(cause for cause in Cause if cause.is_miss), 140) + ".\n"
 
 
 def degradations_table() -> str:
