@@ -5,7 +5,7 @@ texts, where they are kept, tell which words differ. States are not looked at he
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -141,7 +141,8 @@ def _cause(pair: _Pair) -> Cause:
     in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
     if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
-    if in_header and pair.is_by(is_billing if pair.is_same else are_both_billing):
+    # In one conversation the line may also have come or gone.
+    if in_header and pair.is_by(partial(is_billing, any if pair.is_same else all)):
         return Cause.BILLING_HEADER
     if (in_header or pair.is_same) and pair.is_by(is_date):
         return Cause.DATE
@@ -277,14 +278,9 @@ _REASONING = _TextBlock(
 )
 
 
-def is_billing(new: str, old: str, at: int) -> bool:
-    """Return whether Claude Code's billing line differs, or only one text has that line there."""
-    return any(_BILLING in _line(text, at) for text in (new, old))
-
-
-def are_both_billing(new: str, old: str, at: int) -> bool:
-    """Return whether both texts have Claude Code's billing line there."""
-    return all(_BILLING in _line(text, at) for text in (new, old))
+def is_billing(among: Callable[[Iterable[bool]], bool], new: str, old: str, at: int) -> bool:
+    """Return whether all of the texts, or any *among* them, have Claude Code's billing line there."""
+    return among(_BILLING in _line(text, at) for text in (new, old))
 
 
 def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:

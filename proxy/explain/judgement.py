@@ -10,7 +10,7 @@ from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Change, Divergence, find_change
-from proxy.explain.known import SLACK_TOKENS, KnownPrompt, Loss, Match
+from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match
 from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
@@ -156,7 +156,7 @@ class Past:
     n_common: int = 0
     n_like: int = 0
     is_of_other_process: bool = False
-    loss: Loss = (None, 0)
+    loss: Loss = NO_LOSS
 
 
 def may_be_missed(served: Account, past: Past) -> bool:
