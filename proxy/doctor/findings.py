@@ -22,8 +22,6 @@ from proxy.store.files import is_private
 from proxy.store.known_models import Owner
 
 USUAL_TOKENS = 10_000
-Layout = tuple[int, tuple[Section, ...] | None]
-"""Slot file version and memory sections of a state file; the sections are None if not understood."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,10 +30,10 @@ class LlamaServerFacts:
 
     `name` is its model at a host, or its address among several; `host` is the kind of that host. `n_ctx` is
     one slot's context in tokens. `probe_name` is the first file that it was asked to save; `probe_mode` and
-    `probe_owner_uid` are the mode and the owner of its files. `layout` is the form of its states, `owner`
-    the namespace's owner. `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not
-    measured; the seconds are the times of its save, its restore, and the evaluation of its tokens. `usable`
-    checkpoints of the directory are of the model that runs now.
+    `probe_owner_uid` are the mode and the owner of its files. `owner` is the namespace's owner.
+    `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not measured; the seconds
+    are the times of its save, its restore, and the evaluation of its tokens. `usable` checkpoints of the
+    directory are of the model that runs now.
     """
 
     url: str
@@ -56,7 +54,8 @@ class LlamaServerFacts:
     probe_name: str = ""
     probe_mode: int = 0
     probe_owner_uid: int | None = None
-    layout: Layout | None = None
+    layout: tuple[int, tuple[Section, ...] | None] | None = None
+    """Slot file version and memory sections of its states; the sections are None if not understood."""
     has_drafting: bool = False
     """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
     owner: Owner | None = None
