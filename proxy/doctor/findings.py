@@ -207,9 +207,9 @@ def findings_of(setup: Setup) -> list[Finding]:
     return [*findings, *_sharing_findings(setup), *_directory_findings(setup)]
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
+def exit_status(findings: Iterable[Finding]) -> Severity:
     """Return 0 if caching will work, 1 if it will with limits, 2 if it will not."""
-    return int(max((finding.severity for finding in findings), default=Severity.OK))
+    return max((finding.severity for finding in findings), default=Severity.OK)
 
 
 def summary(setup: Setup) -> str:
@@ -217,7 +217,7 @@ def summary(setup: Setup) -> str:
     rules = [facts.rule for facts in setup.llama_servers]
     is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
     worst = exit_status(findings_of(setup))
-    if worst == Severity.BLOCKER:
+    if worst is Severity.BLOCKER:
         return "Caching will not work."
     if not is_complete:
         return "Nothing speaks against caching so far, but not everything could be examined."

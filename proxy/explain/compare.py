@@ -280,9 +280,9 @@ _REASONING = _TextBlock(
 )
 
 
-def is_billing(among: Callable[[Iterable[bool]], bool], new: str, old: str, at: int) -> bool:
-    """Return whether all of the texts, or any *among* them, have Claude Code's billing line there."""
-    return among(_BILLING in _line(text, at) for text in (new, old))
+def is_billing(which: Callable[[Iterable[bool]], bool], new: str, old: str, at: int) -> bool:
+    """Return whether the texts have Claude Code's billing line there: *which* is `any` or `all`."""
+    return which(_BILLING in _line(text, at) for text in (new, old))
 
 
 def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:
