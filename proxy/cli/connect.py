@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
+from proxy.store.files import replacing
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -170,12 +171,11 @@ def _backup(path: Path) -> Path:
 
 def _put(path: Path, text: str) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
-    part = path.resolve().with_name(f".{path.name}.new")
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    opened = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(opened, "w", encoding="utf-8") as file:
-        file.write(text)
-    part.replace(path.resolve())
+    real = path.resolve()
+    with replacing(real, real.with_name(f".{path.name}.new")) as file:
+        if real.exists():
+            os.fchmod(file.fileno(), real.stat().st_mode & 0o777)
+        file.write(text.encode())
 
 
 def _agree(path: Path, before: str, after: str) -> None:

@@ -338,7 +338,7 @@ def report(setup: Setup) -> Group:
     findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
     n_columns = max(len(finding.topic) for finding in findings)
-    verdict = Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1])
+    verdict = Text(summary(setup), style=_SHOWN[exit_status(findings)][1])
     lines: list[RenderableType] = [verdict]
     for about, group in groupby(findings, key=lambda finding: finding.about):
         lines.append(Text())

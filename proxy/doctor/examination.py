@@ -107,7 +107,7 @@ async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[st
     try:
         async with session.get(url, timeout=limit, headers=headers) as reply:
             health = msgspec.json.decode(await reply.read(), type=dict[str, Any])
-    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+    except (aiohttp.ClientError, OSError, msgspec.DecodeError):
         return None
     return health if {"state", "reasons"} <= health.keys() else None
 

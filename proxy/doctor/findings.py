@@ -22,8 +22,6 @@ from proxy.store.files import is_private
 from proxy.store.known_models import Owner
 
 USUAL_TOKENS = 10_000
-Layout = tuple[int, tuple[Section, ...] | None]
-"""Slot file version and memory sections of a state file; the sections are None if not understood."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,10 +30,10 @@ class LlamaServerFacts:
 
     `name` is its model at a host, or its address among several; `host` is the kind of that host. `n_ctx` is
     one slot's context in tokens. `probe_name` is the first file that it was asked to save; `probe_mode` and
-    `probe_owner_uid` are the mode and the owner of its files. `layout` is the form of its states, `owner`
-    the namespace's owner. `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not
-    measured; the seconds are the times of its save, its restore, and the evaluation of its tokens. `usable`
-    checkpoints of the directory are of the model that runs now.
+    `probe_owner_uid` are the mode and the owner of its files. `owner` is the namespace's owner.
+    `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not measured; the seconds
+    are the times of its save, its restore, and the evaluation of its tokens. `usable` checkpoints of the
+    directory are of the model that runs now.
     """
 
     url: str
@@ -56,7 +54,8 @@ class LlamaServerFacts:
     probe_name: str = ""
     probe_mode: int = 0
     probe_owner_uid: int | None = None
-    layout: Layout | None = None
+    layout: tuple[int, tuple[Section, ...] | None] | None = None
+    """Slot file version and memory sections of its states; the sections are None if not understood."""
     has_drafting: bool = False
     """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
     owner: Owner | None = None
@@ -208,9 +207,9 @@ def findings_of(setup: Setup) -> list[Finding]:
     return [*findings, *_sharing_findings(setup), *_directory_findings(setup)]
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
+def exit_status(findings: Iterable[Finding]) -> Severity:
     """Return 0 if caching will work, 1 if it will with limits, 2 if it will not."""
-    return int(max((finding.severity for finding in findings), default=Severity.OK))
+    return max((finding.severity for finding in findings), default=Severity.OK)
 
 
 def summary(setup: Setup) -> str:
@@ -218,7 +217,7 @@ def summary(setup: Setup) -> str:
     rules = [facts.rule for facts in setup.llama_servers]
     is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
     worst = exit_status(findings_of(setup))
-    if worst == Severity.BLOCKER:
+    if worst is Severity.BLOCKER:
         return "Caching will not work."
     if not is_complete:
         return "Nothing speaks against caching so far, but not everything could be examined."

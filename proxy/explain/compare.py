@@ -5,7 +5,7 @@ texts, where they are kept, tell which words differ. States are not looked at he
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -91,18 +91,21 @@ Change: TypeAlias = tuple[Cause, Divergence]
 
 
 class _Pair:
-    """A new and a known chat prompt, whether they are of one conversation, and where they differ first.
+    """A new and a known prompt, whether they are of one conversation, and where they differ first.
 
     Their texts differ at character `at`; None if they are not kept. `differing` is the first message that
     the client changed, `message` the first one that is rendered differently, `part` the part it is in.
     """
 
-    def __init__(self, new: Rendering, old: Rendering, at: int | None, *, is_same: bool) -> None:
-        self.new, self.old, self.at, self.is_same = new, old, at, is_same
+    def __init__(self, new: Rendering, old: Rendering, *, is_same: bool) -> None:
+        self.new, self.old, self.is_same = new, old, is_same
+        self.at = common_prefix_length(new.text, old.text) if new.text and old.text else None
         self.differing = first_difference(new.sketch, old.sketch)
         self.part, self.message = self._place()
 
     def _place(self) -> tuple[PromptPart, int | None]:
+        if not self.new.sketch.messages:
+            return PromptPart.TEXT, None
         if self.new.sketch.tools != self.old.sketch.tools and not self._is_in_system():
             return PromptPart.TOOLS, None
         rendered = None if self.at is None else self.new.message_at(self.at)
@@ -125,23 +128,22 @@ class _Pair:
 
 def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> Change:
     """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
-    at = common_prefix_length(new.text, old.text) if new.text and old.text else None
-    if new.sketch.messages:
-        pair = _Pair(new, old, at, is_same=is_same_conversation)
-        cause, part, message = _cause(pair), pair.part, pair.message
-    else:
-        cause, part, message = _cause_in_bare_text(new, old, at), PromptPart.TEXT, None
+    pair = _Pair(new, old, is_same=is_same_conversation)
+    cause, place, at = _cause(pair), (pair.part, pair.message), pair.at
     if at is None:
-        return cause, Divergence(part, message)
+        return cause, Divergence(*place)
     before, end = new.text[max(0, at - _SHOWN_CHARACTERS) : at], at + _SHOWN_CHARACTERS
-    return cause, Divergence(part, message, before, old.text[at:end], new.text[at:end])
+    return cause, Divergence(*place, before, old.text[at:end], new.text[at:end])
 
 
 def _cause(pair: _Pair) -> Cause:
+    if pair.part is PromptPart.TEXT:
+        return _cause_in_bare_text(pair)
     in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
     if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
-    if in_header and pair.is_by(is_billing if pair.is_same else are_both_billing):
+    # In one conversation the line may also have come or gone.
+    if in_header and pair.is_by(partial(is_billing, any if pair.is_same else all)):
         return Cause.BILLING_HEADER
     if (in_header or pair.is_same) and pair.is_by(is_date):
         return Cause.DATE
@@ -199,12 +201,13 @@ def _cause_in_messages(pair: _Pair) -> Cause:
     return Cause.FIRST_SIGHT if is_first and not pair.is_same else Cause.EDITED_MESSAGE
 
 
-def _cause_in_bare_text(new: Rendering, old: Rendering, at: int | None) -> Cause:
-    if at is None:
+def _cause_in_bare_text(pair: _Pair) -> Cause:
+    if pair.at is None:
         return Cause.UNKNOWN
-    if is_date(new.text, old.text, at):
+    if pair.is_by(is_date):
         return Cause.DATE
-    return Cause.EDITED_MESSAGE if at >= _ALIKE_SHARE * len(old.text) else Cause.FIRST_SIGHT
+    is_alike = pair.at >= _ALIKE_SHARE * len(pair.old.text)
+    return Cause.EDITED_MESSAGE if is_alike else Cause.FIRST_SIGHT
 
 
 # How each kind of change is recognized in two texts that share their first *at* characters.
@@ -277,14 +280,9 @@ _REASONING = _TextBlock(
 )
 
 
-def is_billing(new: str, old: str, at: int) -> bool:
-    """Return whether Claude Code's billing line differs, or only one text has that line there."""
-    return any(_BILLING in _line(text, at) for text in (new, old))
-
-
-def are_both_billing(new: str, old: str, at: int) -> bool:
-    """Return whether both texts have Claude Code's billing line there."""
-    return all(_BILLING in _line(text, at) for text in (new, old))
+def is_billing(which: Callable[[Iterable[bool]], bool], new: str, old: str, at: int) -> bool:
+    """Return whether the texts have Claude Code's billing line there: *which* is `any` or `all`."""
+    return which(_BILLING in _line(text, at) for text in (new, old))
 
 
 def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:

@@ -10,7 +10,7 @@ from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Change, Divergence, find_change
-from proxy.explain.known import SLACK_TOKENS, KnownPrompt, Loss, Match
+from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match
 from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
@@ -156,7 +156,7 @@ class Past:
     n_common: int = 0
     n_like: int = 0
     is_of_other_process: bool = False
-    loss: Loss = (None, 0)
+    loss: Loss = NO_LOSS
 
 
 def may_be_missed(served: Account, past: Past) -> bool:
@@ -198,19 +198,19 @@ def judge_prompt(
     The *nearest* known prompt shares the most tokens; the *compared* one is mostly of its conversation.
     """
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
-    past, change = Past(0, n_like), None
+    past, change, where = Past(0, n_like), None, Divergence()
     if nearest is not None:
         is_of_other = nearest.known.slot[0] != new.slot[0]
         past = Past(nearest.n_common, n_like, is_of_other, nearest.known.loss)
     if compared is not None and served.failure is None and may_be_missed(served, past):
-        change = _change(new, compared)
-        is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
-        if change and is_in_newest and change[0] is not Cause.SESSION:
-            # All behind a change in the newest message is new, unless a client put an id in front.
-            past = replace(past, n_like=compared.n_common)
+        if change := _change(new, compared):
+            cause, where = change
+            if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
+                # All behind a change in the newest message is new, unless a client put an id in front.
+                past = replace(past, n_like=compared.n_common)
     return msgspec.structs.replace(
         judge(served, rule, past, change),
-        divergence=change[1] if change and change[1].part is not PromptPart.NOWHERE else None,
+        divergence=where if where.part is not PromptPart.NOWHERE else None,
         is_same_conversation=compared is not None and compared.is_same_conversation,
     )
 

@@ -332,32 +332,29 @@ class Report:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
         told = Told(warms=request.warms, keeps_text=request.keeps_text)
         try:
-            diagnose, on_id = self._comparison(request)
-            return told._replace(header=_cache_header(request), diagnose=diagnose, on_id=on_id)
+            return self._compared(request, told._replace(header=_cache_header(request)))
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
             return told
 
-    def _comparison(
-        self, request: "Request"
-    ) -> tuple[Diagnose | None, Callable[[str], object] | None]:
-        """Return the diagnostics against the named request, and a function that notes this one's id."""
+    def _compared(self, request: "Request", told: Told) -> Told:
+        """Return *told* with the diagnostics that the client asks for, and with what notes the id."""
         body, route, journal = request.body, request.route, self._journal
         if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
-            return None, None
+            return told
         is_asked, message_id = asked_comparison(route, body)
         if not is_asked and route is Route.MESSAGES:
-            return None, None
+            return told
         read = sketch.sketch_of(request.chat.fields) if request.chat else None
         new = sketch.named(request.id, body.fields, read)
-        on_id = partial(journal.note_named, request.tenant, new)
+        told = told._replace(on_id=partial(journal.note_named, request.tenant, new))
         if not message_id:
-            return (lambda _: None) if is_asked else None, on_id
+            return told._replace(diagnose=lambda _: None) if is_asked else told
         compared = journal.compare(request.tenant, message_id, new, request.prompt)
         if route is Route.RESPONSES:
-            return partial(sketch.openai_diagnostics, compared), on_id
-        told = sketch.anthropic_diagnostics(compared)
-        return lambda _: told, on_id
+            return told._replace(diagnose=partial(sketch.openai_diagnostics, compared))
+        diagnostics = sketch.anthropic_diagnostics(compared)
+        return told._replace(diagnose=lambda _: diagnostics)
 
     def not_looked_up(
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS

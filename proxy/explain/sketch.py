@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -150,11 +150,10 @@ def is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
     left out may come before them.
     """
     indexes: dict[tuple[int, int], int] = {}
-    for index in range(message, len(old.messages) - 1):
-        indexes.setdefault((old.messages[index], old.messages[index + 1]), index)
-    last = min(message + 3, len(new.messages) - 1)
-    pairs = ((i, (new.messages[i], new.messages[i + 1])) for i in range(message, last))
-    return any(indexes.get(pair, i) > i for i, pair in pairs)
+    for i, pair in enumerate(pairwise(old.messages[message:])):
+        indexes.setdefault(pair, i)
+    first = enumerate(islice(pairwise(new.messages[message:]), 3))
+    return any(indexes.get(pair, i) > i for i, pair in first)
 
 
 def sketch_of(fields: dict[str, Any]) -> Sketch:

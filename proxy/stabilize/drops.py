@@ -210,7 +210,7 @@ def hoist_system_message(draft: Draft) -> None:
     user = messages[first]
     if user.get("role") != "user" or "content" not in user or _has_results(user):
         return
-    late = [_text_at(draft, i, messages[i]) for i in range(first + 1, end)]
+    late = [_text_at(draft, i) for i in range(first + 1, end)]
     texts = [as_reminder(text) + "\n" for text in late if text]
     content = user["content"]
     own = [_new_text(route, content)] if isinstance(content, str) else content
@@ -238,15 +238,15 @@ def fold_system_messages(draft: Draft) -> None:
         if not is_late or accepts:
             folded.append(message)
         elif folded:
-            folded[-1:] = followed_by(draft.route, folded[-1], _text_at(draft, i, message))
+            folded[-1:] = followed_by(draft.route, folded[-1], _text_at(draft, i))
         else:
-            body = _with_text_behind(draft.route, body, name, _text_at(draft, i, message))
+            body = _with_text_behind(draft.route, body, name, _text_at(draft, i))
     draft.body = with_list(body, draft.list_name, folded)
 
 
-def _text_at(draft: Draft, index: int, message: Json) -> str:
+def _text_at(draft: Draft, index: int) -> str:
     """Return the text of a message; raises UnknownShape if the message has more than text."""
-    if (text := plain_text(message.get("content") or "")) is None:
+    if (text := plain_text(draft.messages[index].get("content") or "")) is None:
         raise UnknownShape(f"{draft.list_name}[{index}].content is not text")
     return text
 

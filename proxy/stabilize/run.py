@@ -37,12 +37,15 @@ OF_MESSAGES: dict[Name, Callable[[Draft, Json], list[Json]]] = {
     Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
 }
 """The stabilizers that are applied first, to each message by itself, in this order."""
-OF_REQUESTS: dict[Name, Callable[[Draft], None]] = {
+_OF_BEGINNINGS: dict[Name, Callable[[Draft], None]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,
     Name.HOIST_SYSTEM_MESSAGE: drops.hoist_system_message,
     Name.FOLD_SYSTEM_MESSAGES: drops.fold_system_messages,
     Name.KEEP_TOOL_ORDER: sticky.keep_tool_order,
+}
+"""Those of requests that read only system messages and the fields beside the messages."""
+OF_REQUESTS = _OF_BEGINNINGS | {
     Name.STICKY_TOOL_TEXT: sticky.sticky_tool_text,
     Name.STICKY_DATE: sticky.sticky_date,
     Name.STICKY_SESSION: sticky.sticky_session,
@@ -50,14 +53,6 @@ OF_REQUESTS: dict[Name, Callable[[Draft], None]] = {
     Name.INLINE_REASONING: drops.inline_reasoning,
 }
 """The stabilizers that are applied next, to the request as a whole, in this order."""
-_OF_BEGINNINGS = (
-    Name.DROP_CACHE_CONTROL,
-    Name.DROP_BILLING_HEADER,
-    Name.HOIST_SYSTEM_MESSAGE,
-    Name.FOLD_SYSTEM_MESSAGES,
-    Name.KEEP_TOOL_ORDER,
-)
-"""Those that read only system messages and the fields beside the messages."""
 _ROUTES: dict[Name, Collection[Route]] = {
     Name.DROP_CACHE_CONTROL: (Route.MESSAGES, Route.CHAT),
     Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
@@ -133,7 +128,7 @@ def stabilize(
         draft.messages = [message for group in made for message in group]
     beginning = facts, {key: body[key] for key in body if key != draft.list_name}
     only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
-    idle = _OF_BEGINNINGS if only_adds and beginning == seen.beginning else ()
+    idle = _OF_BEGINNINGS if only_adds and beginning == seen.beginning else {}
     of_requests = [name for name in OF_REQUESTS if name in names and name not in idle]
     changed_of_requests = _change_request(draft, of_requests, result)
     changed_by = changed_of_requests.union(*(made_by for _, made_by in changes.values()))

@@ -69,7 +69,7 @@ _IS_OPERATOR = web.RequestKey("is_operator", bool)
 _CLOCK_BEGAN_AT = time.time() - time.monotonic()
 _SLICE_SECONDS = 0.002
 _MOST = 1 << 40
-"""Larger numbers in a query are read as this one."""
+"""A larger limit in a query is read as this one."""
 
 
 def is_own_name(host: str, own_host: str = "") -> bool:
@@ -200,7 +200,7 @@ class Admin:
 
     async def requests(self, request: web.Request) -> web.Response:
         """Return the last requests that have ended, newest first; the query may filter them."""
-        limit = _whole_number(request, "limit", 50)
+        limit = _limit(request, 50)
         await self._pool.accounted()
         latest = self._shared.journal.latest(
             limit,
@@ -242,7 +242,7 @@ class Admin:
         `n_left_out` is how many nodes are not among them; `version` changes with the store.
         """
         store, outline, version = self._shared.store, views.Outline(), self._shared.store.version
-        limit = _whole_number(request, "limit", 500)
+        limit = _limit(request, 500)
         async for checkpoint in in_slices(store):
             outline.add(checkpoint)
         names, present = model_names(store.index), self._shared.served.present()
@@ -342,11 +342,11 @@ class Admin:
 # What a query says.
 
 
-def _whole_number(request: web.Request, name: str, default: int = 0) -> int:
-    """Return a number from the query; raises 400 if it is none."""
-    text = request.query.get(name, str(default))
+def _limit(request: web.Request, default: int) -> int:
+    """Return the `limit` in the query; raises 400 if it is no number."""
+    text = request.query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise _refused(web.HTTPBadRequest, f"{name} must be a whole number, not {text!r}")
+        raise _refused(web.HTTPBadRequest, f"limit must be a whole number, not {text!r}")
     return min(int(text), _MOST)
 
 

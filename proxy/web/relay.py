@@ -83,7 +83,7 @@ class Exchange:
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
                     return await self._relay(upstream.target, n_found)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
             message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"

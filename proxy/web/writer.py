@@ -162,8 +162,7 @@ class ClientWriter:
         for task in (self._keeping, self._task):
             if task is not None:
                 task.cancel()
-        if self._rest:
-            self._take(len(self._rest))  # a task that never began does not do it
+        self._take(len(self._rest))  # a task that never began does not do it
 
     @property
     def is_full(self) -> bool:
