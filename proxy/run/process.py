@@ -196,6 +196,12 @@ class LlamaProcess:
         return "".join(f"\n  {line}" for line in said[-_N_SHOWN:])
 
     @property
+    def last_line(self) -> str:
+        """What it wrote last, such as the progress of a download; empty if it writes to our stderr."""
+        lines = self._written.decode(errors="replace").splitlines()  # a progress bar ends with \r
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -238,6 +244,8 @@ def describe_end(status: int) -> str:
 STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
+TELL_SECONDS = 20.0
+"""How often a start that takes long is told of."""
 _STEADY_SECONDS = 60.0
 """If a process was ready for this long, the count of failures begins at zero again."""
 
@@ -282,7 +290,7 @@ async def _outlast(
     get_logger("llama-server").info("started llama-server", pid=process.pid)
     ended = asyncio.ensure_future(process.wait())
     try:
-        ready_at = await _await_ready(ended, is_ready, says_ready)
+        ready_at = await _await_ready(process, ended, is_ready, says_ready)
         how = await ended
     finally:
         ended.cancel()
@@ -295,15 +303,21 @@ async def _outlast(
 
 
 async def _await_ready(
-    ended: "asyncio.Future[str]", is_ready: IsReady, says_ready: str
+    process: LlamaProcess, ended: "asyncio.Future[str]", is_ready: IsReady, says_ready: str
 ) -> float | None:
-    """Return the time when llama-server was ready, None if it ended first; loading can take minutes."""
-    began = time.monotonic()
+    """Return the time when llama-server was ready, None if it ended first.
+
+    Loading can take minutes, and a download longer: now and then its last line is told.
+    """
+    log, began = get_logger("llama-server"), time.monotonic()
+    told_at = began
     while not ended.done():
+        now = time.monotonic()
         if await is_ready():
-            now, log = time.monotonic(), get_logger("llama-server")
-            seconds = round(now - began, 1)
-            log.info("llama-server is ready", after_seconds=seconds, says=says_ready)
+            log.info("llama-server is ready", after_seconds=round(now - began, 1), says=says_ready)
             return now
+        if now >= told_at + TELL_SECONDS and (line := process.last_line):
+            told_at = now
+            log.info("llama-server is starting", says=f"llama-server is starting: {line}")
         await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
     return None

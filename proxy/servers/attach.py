@@ -49,7 +49,7 @@ from proxy.serving.saver import Room, SavedSlot
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import MAX_REQUESTS, Settings
-from proxy.store.known_models import introduce_model, known_tenants, owners
+from proxy.store.known_models import introduce_model, known_namespaces, known_tenants, owners
 
 Adopted = dict[SlotId, SavedSlot]
 """The states saved from slots at first contact; their files wait for a namespace."""
@@ -57,6 +57,10 @@ Adopted = dict[SlotId, SavedSlot]
 _MAY_BE_WRONG = (
     "this model has a sliding window: llama-server answers some prompts wrongly if -b is larger than -ub,"
     " as it is by default; start llama-server with -b 512"
+)
+_OTHER_NUMBERS = (
+    "the same model file computes other numbers than before (another backend, -ngl, kernels or LoRA scale):"
+    " states from before are not used until it computes as it did"
 )
 _FEW_TOKENS = token_ids(range(1, 9))
 
@@ -343,6 +347,9 @@ async def _namespace(
     process: Process, static: str, canary: list[tuple[int, float]], name: str
 ) -> Namespace:
     """Return the namespace of the model with this canary; *name* is its name for people."""
+    known = known_namespaces(process.store.index, static)
+    if known and choose_namespace(known, canary) is None:
+        get_logger("lifecycle").warning(_OTHER_NUMBERS)
     meet = partial(introduce_model, process.store.index, static, canary, name, renames=True)
     return await process.store.write(meet)  # another llama-server may be met at the same time
 

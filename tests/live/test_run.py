@@ -1,5 +1,6 @@
 """`llama-prefix-cache run` as users run it: it starts the real llama-server, and leaves none behind."""
 
+import asyncio
 import json
 import os
 import random
@@ -11,19 +12,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from structlog.testing import capture_logs
 
-from proxy.run.process import has_amx
+from proxy.run import process
+from proxy.run.process import has_amx, keep_running
 from tests.lab.architectures import N_CONTEXT
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
 from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
+from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
 from tests.live.test_window_repair import WRONG_BAR, distance
 
@@ -408,3 +413,24 @@ def test_port_that_is_taken_is_said_before_anything_is_started(
         assert run.ended() == 69
     assert port in run.log_text()
     assert run.server_pids() == []
+
+
+async def test_start_that_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download writes its progress over and over into one line."""
+
+    async def is_ready() -> bool:
+        return False
+
+    monkeypatch.setattr(process, "TELL_SECONDS", 0.0)
+    script = r"printf 'Downloading 11 %%\rDownloading 12 %%\r'; exec sleep 300"
+    with capture_logs() as log:
+        running = asyncio.ensure_future(
+            keep_running(
+                ["sh", "-c", script], {}, is_ready, restarts=False, is_shown=False, says_ready=""
+            )
+        )
+        told = "llama-server is starting: Downloading 12 %"
+        await until(lambda: any(line.get("says") == told for line in log))
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
