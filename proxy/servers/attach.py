@@ -41,6 +41,7 @@ from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
 from proxy.log import get_logger
+from proxy.servers.background import time_disk
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
@@ -184,7 +185,7 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
-        process.tasks.start(process.time_disk())
+        process.tasks.start(time_disk(process))
         for slot_id, saved in adopted.items():
             await _commit(process, slot_id, saved)
 

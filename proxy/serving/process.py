@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -57,7 +56,6 @@ from proxy.llama.client import Headers, SlotStatus, Timings
 from proxy.log import get_logger
 from proxy.serving.queue import Lease, SlotQueue
 from proxy.serving.shared import Services, note_quarantined
-from proxy.store.store import N_NEWEST
 
 if TYPE_CHECKING:
     from proxy.serving.launches import Launches
@@ -76,9 +74,6 @@ RATES = "rates {model} {build}"
 MAX_SIZES = 256
 """The size of the next state is guessed from the sizes of so many."""
 _MAX_KEYS = 1024
-N_TIMED_PARTS = 4
-LEAST_TIMED_BYTES = 4 << 20
-"""Fewer bytes tell more about finding a place on the disk than about reading."""
 ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this state"
 
 
@@ -262,26 +257,6 @@ class Process(Services):
         """Note how long an evaluation took, as llama-server says."""
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
-
-    async def time_disk(self) -> None:
-        """Learn what a cold restore takes from the first parts of a state that is not in the page cache.
-
-        Else a default that is too slow would stay: while evaluating seems cheaper, nothing is restored.
-        """
-        if self.rates.cold_restore.bytes_per_second:
-            return
-        files = self.store.files
-        with suppress(OSError, StoreFault):
-            large = (c for c in self.store.newest(N_NEWEST) if c.size_bytes >= LEAST_TIMED_BYTES)
-            cold = next((c for c in large if not files.is_cached(c.file_name)), None)
-            if cold is None:
-                return
-            parts, began = cold.content[:N_TIMED_PARTS], time.monotonic()
-            read = partial(files.n_changed, keeps_pages=False)
-            await asyncio.to_thread(read, cold.file_name, 0, parts)
-            n_bytes = sum(part.n_bytes for part in parts)
-            seconds = time.monotonic() - began + self.rates.warm_restore.seconds(n_bytes)
-            self.rates = self.rates.after_restore(n_bytes, seconds, is_warm=False)
 
     def state_bytes(self, content: Content) -> int:
         """Return the largest size that a slot's state may have; 0 until a similar state was saved."""

@@ -40,7 +40,7 @@ SMALL = "agentic-code, small"
 """The same on a model that evaluates twenty times slower, as models of real size do."""
 ENOUGH_SLOTS = "two conversations"
 """Conversations do not outnumber slots, so nothing can be gained."""
-N_TIMES = {"agentic-code": 3, ENOUGH_SLOTS: 3}
+N_TIMES = {"agentic-code": 2, ENOUGH_SLOTS: 2}
 """Measured so often, by turns, and others once."""
 FAILURES = (AiperfError, ProxyError, LlamaServerError, OSError)
 LEAST_GAIN, MOST_LOSS = 2.0, 1.05

@@ -99,7 +99,7 @@ PARTS = (
     ),
     Part("server tests", ("server tests",), 1, 14, (_TESTS,), (_TESTS, "tokenize")),
     Part(
-        *("aiperf", ("aiperf",), N_CORES, 70),
+        *("aiperf", ("aiperf",), N_CORES, 74),
         (_AIPERF, "--folder", str(FOLDER)),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
@@ -113,8 +113,8 @@ PARTS = (
     Part("defects", (), 1, 2, _UPSTREAM, (*_UPSTREAM, "-k", "damaged")),
     Part("replayed traces", (), 1, 4, (*_REPLAYED, "-m", ""), (*_REPLAYED, "-k", "replayed")),
     Part(
-        *("side by side", ("side by side, full", "side by side, hybrid"), N_CORES, 36),
-        (_BESIDE, "--times", "2"),
+        *("side by side", ("side by side, full", "side by side, hybrid"), N_CORES, 32),
+        (_BESIDE,),
         (_BESIDE, "--kind", "hybrid", "--trace", "branch", "--contender", BY_HAND, PROXY),
     ),
 )

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from proxy import app
-from proxy.serving import process as of_process
+from proxy.servers import background
 from tests.lab.conversation import agent_requests, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.page_cache import can_tell, folder_on_disk, forget
@@ -204,7 +204,7 @@ async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_
 async def test_disk_is_timed_before_a_request_needs_it(
     kind: str, start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_process, "LEAST_TIMED_BYTES", 64 << 10)
+    monkeypatch.setattr(background, "LEAST_TIMED_BYTES", 64 << 10)
     with folder_on_disk() as directory:
         (tmp_path / "slots").symlink_to(directory)
         async with start_rig(kind) as rig:
