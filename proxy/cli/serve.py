@@ -246,7 +246,8 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     models = [Path(launch.model_path)]
     if (repository := given.get("--hf-repo")) and not launch.model_path:
         models = downloaded(repository.value, os.environ)
-    if any(has_key(model, WINDOW_KEY) for model in models):
+    # A model that is not downloaded yet may have a window.
+    if not models or any(has_key(model, WINDOW_KEY) for model in models):
         narrow_batches(launch, given, known)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)

@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.cli.serve import _plan
 from proxy.run import process
 from proxy.run.process import has_amx, keep_running
 from tests.lab.architectures import N_CONTEXT
@@ -27,7 +28,7 @@ from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
 from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
+from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port, find_llama_server
 from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
 from tests.live.test_window_repair import WRONG_BAR, distance
@@ -120,6 +121,14 @@ def test_downloaded_model_gets_the_flags_that_its_file_asks_for(
     )
     run.start_and_await_caching()
     assert "--metrics -b 512" in run.log_text()
+
+
+def test_model_that_is_not_downloaded_yet_may_have_a_window(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    launch = _plan([str(find_llama_server())], ["-hf", "me/new:Q4_K_M"], {})
+    assert ("-b", "512") in launch.additions
 
 
 def test_slots_of_a_hybrid_model_are_kept_apart_on_a_cpu_with_amx(new_run: StartRun) -> None:
