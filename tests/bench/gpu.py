@@ -1,8 +1,8 @@
 """What the proxy saves and adds where evaluation is fast: a model of the size of Qwen3.5 4B, on a GPU.
 
 Each side has a llama-server of its own with one slot: a prompt is evaluated, its conversation goes on hot,
-and its next request comes after everything was restarted. Takes a llama-server with a GPU backend, about
-14 GB of GPU memory for each side at 128,000 tokens, and ten minutes on a CPU without one even at 1,000.
+and its next request comes after everything was restarted. Each needs 7.7 GB of GPU memory, and 32 KiB for
+each token (128 KiB with full attention). The llama-server with a GPU backend is that in LLAMA_SERVER_BIN.
 
 python -m tests.bench.gpu [--kind hybrid full] [--size 4b] [--tokens N ...] [--times N]
 """
