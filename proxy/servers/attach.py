@@ -60,7 +60,7 @@ _MAY_BE_WRONG = (
     " as it is by default; start llama-server with -b 512"
 )
 _OTHER_NUMBERS = (
-    "the same model file computes other numbers than before (another backend, -ngl, kernels or LoRA scale):"
+    "the same model file computes other numbers than before (another backend, -ngl, kernels or rope flags):"
     " states from before are not used until it computes as it did"
 )
 _FEW_TOKENS = token_ids(range(1, 9))

@@ -216,14 +216,12 @@ class CachedRequest:
             is_used = start.restored is None and start.n_reused > 0
             await process.finish(self._lease, process.saves.begin(slot_id, is_used=is_used))
         await self._verify()
-        # The save may have found tokens that must not be reused.
-        content, namespace = process.slots[slot_id].content, self._prompt.namespace
-        n_common, start = shared_tokens(content, self._prompt.tokens, namespace), self._plan.start
-        must_erase = start.erases or must_be_erased(process.rule, content, namespace, n_common)
-        if must_erase and not start.restored and not await self._erase():
+        start = self._plan.start  # another one, if the file was damaged
+        # The save may have found tokens that must not be reused. A restore takes the place of any.
+        if not start.restored and (start.erases or self._must_erase()) and not await self._erase():
             return False
         try:
-            if start.restored:  # it takes the place of whatever the slot holds
+            if start.restored:
                 await self._restore(start.restored)
             await self._take_turn()
             await self._make_stops()
@@ -234,11 +232,16 @@ class CachedRequest:
                 raise replaced() from fault
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
-            content = process.slots[slot_id].content
-            is_clean = not must_be_erased(process.rule, content, namespace) or await self._erase()
+            is_clean = not self._must_erase() or await self._erase()
             # A file that changed meanwhile may have loaded anything.
             return is_clean and not isinstance(fault, StoreFault)
         return True
+
+    def _must_erase(self) -> bool:
+        """Return whether the slot holds tokens that must not be reused."""
+        content, prompt = self._process.slots[self._plan.slot_id].content, self._prompt
+        n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
+        return must_be_erased(self._process.rule, content, prompt.namespace, n_common)
 
     async def _erase(self) -> bool:
         """Erase the slot; return False if that fails."""
