@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from proxy.cli.command import (
     with_proxy,
 )
 from proxy.core.launch import (
+    Given,
     Launch,
     keep_slots_apart,
     known_names,
@@ -173,10 +174,10 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
     COMMAND gets the flags that it lacks: --slot-save-path, a free --port, -np 1, --cache-ram 0,
-    --no-radix-cache, --ctx-checkpoints 8 and --metrics, for a model with a sliding window -b as small as
-    -ub, and for a recurrent model with -np N on a CPU with AMX --no-repack, as far as the build knows them.
-    Your own flags are kept. If a flag of yours makes caching impossible, `run` names
-    the flag and starts nothing.
+    --no-radix-cache, --ctx-checkpoints 8 and --metrics, for a model that may have a sliding window -b as
+    small as -ub, and for a recurrent model with -np N on a CPU with AMX --no-repack, as far as the build
+    knows them. Your own flags are kept. If a flag of yours makes caching impossible, `run` names the flag
+    and starts nothing.
 
     States are kept in --slot-save-path, llama-server's or this command's; without either, in
     ~/.cache/llama-prefix-cache.
@@ -243,10 +244,8 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    models = [Path(launch.model_path)]
-    if (repository := given.get("--hf-repo")) and not launch.model_path:
-        models = downloaded(repository.value, os.environ)
-    # A model that is not downloaded yet may have a window.
+    models = _models(launch, given)
+    # A model that is not known, or not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         narrow_batches(launch, given, known)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
@@ -254,6 +253,20 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))
     return launch
+
+
+def _models(launch: Launch, given: Mapping[str, Given]) -> list[Path]:
+    """Return the model files that llama-server may load; none if the command does not tell them all."""
+    if launch.model_path:
+        return [Path(launch.model_path)]
+    if repository := given.get("--hf-repo"):
+        return downloaded(repository.value, os.environ)
+    folder = given.get("--models-dir")
+    return (
+        []
+        if folder is None or "--models-preset" in given
+        else [*Path(folder.value).rglob("*.gguf")]
+    )
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:

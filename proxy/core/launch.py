@@ -298,7 +298,7 @@ def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
 
     The directory stays a flag: it is the same for all models.
     """
-    launch.has_ram_cache = True  # a preset may turn it on
+    launch.has_ram_cache, launch.has_narrow_batches = True, False  # a preset may change either
     for name, *values in launch.additions.copy():
         if name in variables and name not in ("--port", _SAVE_PATH):
             launch.additions.remove((name, *values))

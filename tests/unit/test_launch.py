@@ -240,7 +240,9 @@ def test_what_is_added_to_a_router_with_presets_overrides_none_of_them() -> None
     variables = {name: f"VARIABLE_OF{name}" for name in KNOWN - {"--metrics"}}
     made = launch(cache_ram="512")
     assert made.has_ram_cache
+    made.has_narrow_batches = True
     let_presets_win(made, variables)
+    assert made.has_ram_cache and not made.has_narrow_batches  # a preset may change either
     assert added(made) == "--slot-save-path /cache --port 50123 --metrics"
     assert made.environment == {
         "VARIABLE_OF-np": "1",
