@@ -1,5 +1,7 @@
 # Everything a developer or a curious user does; `make demo` and `make test` set up what they need.
-PYTHON ?= python3.11
+# The first of these that is new enough; `make PYTHON=...` takes another.
+PYTHON ?= $(or $(shell for python in python3.11 python3 python3.14 python3.13 python3.12; do \
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 LAB := .lab
@@ -20,6 +22,7 @@ HAPROXY := $(LAB)/haproxy/haproxy
 CEPH := $(LAB)/ceph/run
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
+DEBIAN_SID := $(LAB)/debian-sid.tar
 ENGINE := $(LAB)/engine/root/usr/sbin/dockerd
 # Where `make install` puts things; /etc and systemd's units only as root.
 PREFIX ?= /usr/local
@@ -30,8 +33,8 @@ UNITS := $(PREFIX)/lib/systemd/system
 
 define NEED_PYTHON
 $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-  apt-get install -qq --no-install-recommends python3.11 python3.11-venv || \
-  { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
+  apt-get install -qq --no-install-recommends $(PYTHON) $(PYTHON)-venv || \
+  { echo "$(PYTHON) with venv is missing: apt-get install $(PYTHON)-venv"; exit 1; }
 endef
 
 .PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-load proof bench-shared flame clean
@@ -167,6 +170,7 @@ format: $(SETUP)
 
 type: $(SETUP)
 	$(BIN)/mypy proxy tests
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin proxy
 
 docs: $(SETUP)
 	$(BIN)/python -m tests.documents
@@ -264,7 +268,7 @@ uninstall:
 	rm -rf $(INSTALLED) $(PREFIX)/bin/$(NAME)
 	rm -f $(addprefix $(UNITS)/,$(notdir $(wildcard deploy/systemd/*.service)))
 
-.PHONY: lock test-lowest audit test-image test-bare release-check install install-units uninstall
+.PHONY: lock test-lowest test-newest audit test-image test-bare release-check install install-units uninstall
 
 # A real Docker engine builds deploy/Dockerfile and runs the services of compose.yaml before a real llama-server.
 # Root only. Nothing is installed, and nothing of it outlives the test.
@@ -280,6 +284,12 @@ test-bare: $(SETUP) llama-server models $(DEBIAN)
 	$(BIN)/python -m tests.deployment.run_booted
 $(DEBIAN):
 	tests/deployment/fetch_debian_root.sh $@
+
+# The tests on the newest Python that Debian has; TESTS=... for some of them.
+test-newest: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium $(DEBIAN_SID)
+	$(BIN)/python -m tests.deployment.run_newest $(TESTS)
+$(DEBIAN_SID):
+	tests/deployment/fetch_debian_root.sh $@ sid
 
 # Wheel, sdist and bill of materials, in dist/; their metadata and licences: what must hold before a release.
 release-check: $(SETUP)

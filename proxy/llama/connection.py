@@ -5,6 +5,7 @@ for 0.3 ms.
 """
 
 import asyncio
+import errno
 import re
 import socket
 from collections.abc import Callable, Mapping
@@ -127,6 +128,23 @@ def literal_address(base_url: str) -> Address | None:
     return Address(found[1], found[2].strip("[]"), int(found[3] or 80), found[4] or "")
 
 
+async def _connect(connecting: socket.socket, there: tuple[str, int]) -> None:
+    """Connect a socket that does not block; raises OSError.
+
+    On one host the connection is made at once, which only a second call tells: with 0 on Linux, with
+    EISCONN on macOS and BSD.
+    """
+    made = (0, errno.EISCONN)
+    if connecting.connect_ex(there) in made or connecting.connect_ex(there) in made:
+        return
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await asyncio.get_running_loop().sock_connect(connecting, there)
+    except OSError as error:
+        if error.errno != errno.EISCONN:  # it was made since the second call
+            raise
+
+
 class Reply(AbstractAsyncContextManager["Reply"]):
     """An answer, with those names of aiohttp's ClientResponse that a relay needs."""
 
@@ -157,11 +175,7 @@ async def send(
     connected = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     try:
         connected.setblocking(False)
-        there = address.host, address.port
-        # On one host the connection is made at once, which only a second call tells.
-        if connected.connect_ex(there) and connected.connect_ex(there):
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await loop.sock_connect(connected, there)
+        await _connect(connected, (address.host, address.port))
         protocol = partial(ReplyHandler, loop)
         transport, connection = await loop.create_connection(protocol, sock=connected)
     except BaseException as error:

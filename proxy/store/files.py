@@ -5,12 +5,14 @@ names made by this module are ever touched: other files in the directory are not
 """
 
 import asyncio
+import fcntl
 import os
 import random
 import re
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -114,7 +116,9 @@ class StateFiles:
 
     def is_cached(self, name: str) -> bool:
         """Return whether the page cache holds a file, by a few of its bytes; only Linux can tell."""
-        with suppress(AttributeError, OSError):
+        if sys.platform != "linux":
+            return False
+        with suppress(OSError):
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 n_bytes = os.fstat(descriptor).st_size
@@ -151,6 +155,8 @@ class StateFiles:
         buffer = memoryview(bytearray(_READ_BYTES))
         descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
         try:
+            if sys.platform == "darwin" and not keeps_pages:
+                fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
             for n_bytes in sizes:
                 digest, end = xxhash.xxh3_128(), offset + n_bytes
                 while offset < end:
@@ -161,7 +167,7 @@ class StateFiles:
                         break
                     digest.update(buffer[:n_read])
                     offset += n_read
-                if not keeps_pages:
+                if sys.platform == "linux" and not keeps_pages:
                     os.posix_fadvise(descriptor, end - n_bytes, n_bytes, os.POSIX_FADV_DONTNEED)
                 yield digest.digest()
                 offset = end

@@ -117,9 +117,20 @@ class CheckpointStore(Catalogue):
         If the work fails, *otherwise* is done instead. Raises StoreFault for any OSError.
         """
         written = asyncio.get_running_loop().run_in_executor(self._writer, work)
-        written.add_done_callback(lambda w: otherwise() if w.exception() else then(w.result()))
+
+        async def end() -> T:
+            try:
+                result = await written
+            except BaseException:
+                otherwise()
+                raise
+            then(result)
+            return result
+
+        ending = asyncio.ensure_future(end())
+        ending.add_done_callback(lambda it: it.cancelled() or it.exception())  # retrieved
         try:
-            return await asyncio.shield(written)
+            return await asyncio.shield(ending)
         except OSError as error:
             raise StoreFault(in_words(error)) from error
 

@@ -1,14 +1,14 @@
 #!/bin/bash
-# Usage: fetch_debian_root.sh DEST.tar
+# Usage: fetch_debian_root.sh DEST.tar [SUITE]
 #
-# Packs a bare Debian 12 into DEST.tar, from the archive that this machine already uses.  Nothing is
+# Packs a bare Debian, by default 12, into DEST.tar, from the archive that this machine already uses.  Nothing is
 # installed: mmdebstrap is unpacked, and apt works in a private state folder.  Needs root and perl.
 set -euo pipefail
 
 readonly SUITE=bookworm
 readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
-[ $# -eq 1 ] || { echo "usage: $0 DEST.tar" >&2; exit 2; }
+[ $# -ge 1 ] || { echo "usage: $0 DEST.tar [SUITE]" >&2; exit 2; }
 [ ! -e "$1" ] || exit 0
 
 find_archive() {
@@ -37,6 +37,6 @@ private_apt update
 dpkg -x "$staging"/packages/mmdebstrap_*.deb "$staging/root"
 chmod 755 "$staging"
 TMPDIR=$staging perl "$staging/root/usr/bin/mmdebstrap" --mode=root --variant=minbase --quiet \
-    "$SUITE" "$staging/debian.tar" "$source"
+    "${2:-$SUITE}" "$staging/debian.tar" "${source/ $SUITE / ${2:-$SUITE} }"
 mv "$staging/debian.tar" "$dest"
 echo "fetch_debian_root: $dest"

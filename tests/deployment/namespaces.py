@@ -67,11 +67,11 @@ def mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
-def unpack_debian(root: Path) -> None:
+def unpack_debian(root: Path, packed: Path = DEBIAN) -> None:
     """Put a bare Debian into memory, at *root*."""
     root.mkdir(parents=True)
     mount("-t", "tmpfs", "-o", "mode=755", "root", str(root))
-    subprocess.run(["tar", "-C", root, "-xf", DEBIAN, "--exclude=./dev/*"], check=True)
+    subprocess.run(["tar", "-C", root, "-xf", packed, "--exclude=./dev/*"], check=True)
     dumped = subprocess.check_output(["apt-config", "dump"], text=True).splitlines()
     borrowed = [line for line in dumped if line.startswith(APT_SETTINGS)]
     (root / "etc/apt/apt.conf.d/99machine").write_text("\n".join([*borrowed, ""]))

@@ -1,7 +1,12 @@
 """The connections of the proxy to llama-server: which are used again, and how they are made."""
 
 import asyncio
+import errno
+import os
+import select
+import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -63,6 +68,41 @@ async def test_no_connection_is_used_again(peer: Peer) -> None:
             async with await asked.forward(method, "/", CIMultiDict(), body) as answer:
                 numbers.append((answer.status, await answer.read()))
         assert numbers == [(200, b"0"), (200, b"1"), (200, b"2")]
+
+
+class BsdSocket(socket.socket):
+    """Tells of a connection that was made as macOS and BSD do: a further call fails with EISCONN."""
+
+    n_early = 0
+    """How many further calls come before the connection is made."""
+    has_begun = False
+
+    def connect_ex(self, address: Any) -> int:
+        if not self.has_begun:
+            self.has_begun = True
+            return super().connect_ex(address)
+        if self.n_early:
+            self.n_early -= 1
+            return errno.EALREADY
+        select.select([], [self], [], HANG_SECONDS)
+        assert super().connect_ex(address) == 0  # on Linux
+        return errno.EISCONN
+
+    def connect(self, address: Any) -> None:
+        if error := self.connect_ex(address):
+            raise OSError(error, os.strerror(error))
+
+
+@pytest.mark.parametrize("n_early", [0, 1, 2])
+async def test_connection_is_made_as_macos_tells_of_it(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, n_early: int
+) -> None:
+    async with new_session() as session:
+        upstream = LlamaServer(session, Target(peer.url.rstrip("/")), None)
+        monkeypatch.setattr(BsdSocket, "n_early", n_early)
+        monkeypatch.setattr("proxy.llama.connection.socket.socket", BsdSocket)
+        async with await upstream.forward("POST", "/", CIMultiDict(), b"{}") as answer:
+            assert (answer.status, await answer.read()) == (200, b"0")
 
 
 async def test_post_without_a_body_tells_its_length_once(peer: Peer) -> None:

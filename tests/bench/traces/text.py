@@ -25,7 +25,10 @@ _LONGEST_GAP = 10_000
 def corpus() -> str:
     """Return the source of all modules, one after the other."""
     folder = Path(sysconfig.get_path("stdlib"))
-    return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+    # Some are packages in later versions of Python.
+    files = ((folder / f"{name}.py", folder / name / "__init__.py") for name in MODULES)
+    found = (module if module.exists() else package for module, package in files)
+    return "".join(file.read_text(encoding="utf-8") for file in found)
 
 
 def passage(seed: int, n_characters: int) -> str:
