@@ -115,16 +115,19 @@ class StateFiles:
         return 0
 
     def is_cached(self, name: str) -> bool:
-        """Return whether the page cache holds a file, by a few of its bytes; only Linux can tell."""
-        if sys.platform != "linux":
+        """Return whether the page cache holds a file, by a few of its bytes; False if nobody can tell.
+
+        Only Linux tells, and only a Python that was built for a C library of 2017 or later asks.
+        """
+        if not (now_only := getattr(os, "RWF_NOWAIT", 0)):
             return False
-        with suppress(OSError):
+        with suppress(OSError, NotImplementedError):
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 n_bytes = os.fstat(descriptor).st_size
                 # Places of their own each time: the kernel may begin to read where it was asked.
                 offsets = (random.randrange(n_bytes) for _ in range(_N_SAMPLES if n_bytes else 0))
-                return all(os.preadv(descriptor, [bytearray(1)], i, os.RWF_NOWAIT) for i in offsets)
+                return all(os.preadv(descriptor, [bytearray(1)], i, now_only) for i in offsets)
             finally:
                 os.close(descriptor)
         return False

@@ -1,5 +1,6 @@
 """Which files count as being in the page cache."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,3 +87,14 @@ async def test_file_is_warm_at_the_start_if_the_page_cache_has_it() -> None:
         forget(path)
         with opened(directory) as store:
             assert [store.is_warm(c) for c in (kept, dropped)] == [True, False]
+
+
+async def test_store_opens_where_python_cannot_ask_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such are the Pythons of uv and conda, which are built for old C libraries, and that of macOS."""
+    with opened(tmp_path) as store:
+        kept = await store.commit(*new_state(store, run_of(400)))
+    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    with opened(tmp_path) as store:
+        assert not store.is_warm(kept)
