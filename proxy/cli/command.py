@@ -163,6 +163,13 @@ class Commands(click.Group):
         except SettingsError as error:
             fail(error, Exit.USAGE)
         except (CacheFault, OSError) as fault:
+            try:
+                sys.stdout.flush()
+            except (
+                OSError
+            ):  # the disk is full: Python would try again at its end, and exit with 120
+                with suppress(OSError):
+                    sys.stdout.close()
             fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
 

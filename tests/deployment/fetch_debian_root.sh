@@ -36,7 +36,9 @@ private_apt update
 (cd "$staging/packages" && private_apt download mmdebstrap)
 dpkg -x "$staging"/packages/mmdebstrap_*.deb "$staging/root"
 chmod 755 "$staging"
+# A copy of the archive may be older than the archive says that its lists are valid.
 TMPDIR=$staging perl "$staging/root/usr/bin/mmdebstrap" --mode=root --variant=minbase --quiet \
+    --aptopt="$(apt-config dump Acquire::Check-Valid-Until)" \
     "${2:-$SUITE}" "$staging/debian.tar" "${source/ $SUITE / ${2:-$SUITE} }"
 mv "$staging/debian.tar" "$dest"
 echo "fetch_debian_root: $dest"

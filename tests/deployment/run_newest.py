@@ -15,7 +15,9 @@ from tests.lab.server import REPOSITORY
 
 PACKED = REPOSITORY / ".lab" / "debian-sid.tar"
 NEEDED = "python3-venv make git procps iproute2 curl"
-LIVE = (f"tests/live/test_{name}.py" for name in ("main_job", "restarts", "run", "commands", "doctor"))
+LIVE = (
+    f"tests/live/test_{name}.py" for name in ("main_job", "restarts", "run", "commands", "doctor")
+)
 FOLDERS = ("tests/unit", "tests/store", "tests/integration", *LIVE)
 
 

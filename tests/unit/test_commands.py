@@ -335,9 +335,11 @@ def test_doctor_makes_no_directory_for_a_shared_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("switch", ["--json", ""])
 def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
+    environment = {n: value for n, value in os.environ.items() if n != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "proxy", "config", *switch.split()],
+            env=environment,
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
