@@ -103,7 +103,7 @@ def require_right(
         assert content.tokens[:n] == tokens[:n]
         assert n in (*content.restore_points, len(content.tokens)) or rule.kind is ANY_PREFIX.kind
     if isinstance(content, Known) and content.namespace != NAMESPACE:
-        assert option.erases
+        assert option.erases or option.restored  # which takes the place of all that the slot holds
 
 
 # Which option wins.
