@@ -1,7 +1,7 @@
 # Everything a developer or a curious user does; `make demo` and `make test` set up what they need.
 # The first of these that is new enough; `make PYTHON=...` takes another.
 PYTHON ?= $(or $(shell for python in python3.11 python3 python3.14 python3.13 python3.12; do \
-  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done),python3)
+  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done),python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 LAB := .lab
@@ -32,9 +32,10 @@ INSTALLED := $(PREFIX)/lib/$(NAME)
 UNITS := $(PREFIX)/lib/systemd/system
 
 define NEED_PYTHON
-$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-  apt-get install -qq --no-install-recommends $(PYTHON) $(PYTHON)-venv || \
-  { echo "$(PYTHON) with venv is missing: apt-get install $(PYTHON)-venv"; exit 1; }
+needed='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'; \
+$(PYTHON) -c "$$needed" 2>/dev/null || \
+  { apt-get install -qq --no-install-recommends $(PYTHON) $(PYTHON)-venv && $(PYTHON) -c "$$needed"; } || \
+  { echo "Python 3.11 or newer, with venv, is missing: apt-get install python3-venv"; exit 1; }
 endef
 
 .PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-load proof bench-shared flame clean

@@ -1,5 +1,6 @@
 """What a command is made of: its options, the settings, proxy or store that it works on, and its output."""
 
+import errno
 import os
 import socket
 import sys
@@ -163,12 +164,8 @@ class Commands(click.Group):
         except SettingsError as error:
             fail(error, Exit.USAGE)
         except (CacheFault, OSError) as fault:
-            try:
-                sys.stdout.flush()
-            except (
-                OSError
-            ):  # the disk is full: Python would try again at its end, and exit with 120
-                with suppress(OSError):
+            if getattr(fault, "errno", 0) == errno.ENOSPC and sys.stdout:
+                with suppress(OSError):  # Python would write the rest at its end, and exit with 120
                     sys.stdout.close()
             fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from proxy.cli.command import (
     with_proxy,
 )
 from proxy.core.launch import (
-    Given,
     Launch,
     keep_slots_apart,
     known_names,
@@ -244,8 +243,10 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    models = _models(launch, given)
-    # A model that is not known, or not downloaded yet, may have a window.
+    models = [Path(launch.model_path)] if launch.model_path else []
+    if (repository := given.get("--hf-repo")) and not models:
+        models = downloaded(repository.value, os.environ)
+    # A model that is not downloaded yet may have a window, and one of a router's.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         narrow_batches(launch, given, known)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
@@ -253,20 +254,6 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if "--models-preset" in given:
         let_presets_win(launch, variables_of(options))
     return launch
-
-
-def _models(launch: Launch, given: Mapping[str, Given]) -> list[Path]:
-    """Return the model files that llama-server may load; none if the command does not tell them all."""
-    if launch.model_path:
-        return [Path(launch.model_path)]
-    if repository := given.get("--hf-repo"):
-        return downloaded(repository.value, os.environ)
-    folder = given.get("--models-dir")
-    return (
-        []
-        if folder is None or "--models-preset" in given
-        else [*Path(folder.value).rglob("*.gguf")]
-    )
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:

@@ -252,8 +252,8 @@ def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection
         launch.has_narrow_batches = _add(launch, known, "-b", str(n_physical))
     elif not _is_narrow(given):
         launch.warnings.append(
-            f"{logical}: this model has a sliding window, and answers are sometimes wrong unless -b is as"
-            f" small as -ub: -b {n_physical}"
+            f"{logical}: with a sliding window, answers are sometimes wrong unless -b is as small as -ub:"
+            f" -b {n_physical}"
         )
 
 
@@ -298,12 +298,13 @@ def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
 
     The directory stays a flag: it is the same for all models.
     """
-    launch.has_ram_cache, launch.has_narrow_batches = True, False  # a preset may change either
+    launch.has_ram_cache = True  # a preset may turn it on
     for name, *values in launch.additions.copy():
         if name in variables and name not in ("--port", _SAVE_PATH):
             launch.additions.remove((name, *values))
             switched = OFF if name.startswith("--no-") else ON
             launch.environment[variables[name]] = values[0] if values else switched
+            launch.has_narrow_batches &= name != "-b"
 
 
 # What --help and a command say. Arguments that cannot be read are left for llama-server to refuse.

@@ -116,21 +116,19 @@ class CheckpointStore(Catalogue):
 
         If the work fails, *otherwise* is done instead. Raises StoreFault for any OSError.
         """
-        written = asyncio.get_running_loop().run_in_executor(self._writer, work)
+        loop = asyncio.get_running_loop()
+        written, ended = loop.run_in_executor(self._writer, work), loop.create_future()
 
-        async def end() -> T:
+        def end(written: "asyncio.Future[T]") -> None:
             try:
-                result = await written
-            except BaseException:
-                otherwise()
-                raise
-            then(result)
-            return result
+                otherwise() if written.exception() else then(written.result())
+            finally:
+                ended.set_result(None)
 
-        ending = asyncio.ensure_future(end())
-        ending.add_done_callback(lambda it: it.cancelled() or it.exception())  # retrieved
+        written.add_done_callback(end)
         try:
-            return await asyncio.shield(ending)
+            await asyncio.shield(ended)  # not `written`: that may end before `then` is called
+            return written.result()
         except OSError as error:
             raise StoreFault(in_words(error)) from error
 

@@ -26,8 +26,8 @@ def main() -> int:
     leave_mounts()
     with tempfile.TemporaryDirectory(prefix="newest-") as folder:
         root = Path(folder, "root")
-        unpack_debian(root, PACKED)
         try:
+            unpack_debian(root, PACKED)
             clone(root)
             test(root)
         finally:

@@ -240,15 +240,24 @@ def test_what_is_added_to_a_router_with_presets_overrides_none_of_them() -> None
     variables = {name: f"VARIABLE_OF{name}" for name in KNOWN - {"--metrics"}}
     made = launch(cache_ram="512")
     assert made.has_ram_cache
-    made.has_narrow_batches = True
     let_presets_win(made, variables)
-    assert made.has_ram_cache and not made.has_narrow_batches  # a preset may change either
     assert added(made) == "--slot-save-path /cache --port 50123 --metrics"
     assert made.environment == {
         "VARIABLE_OF-np": "1",
         "VARIABLE_OF--no-cache-idle-slots": "off",
         "VARIABLE_OF--ctx-checkpoints": "8",
     }
+
+
+@pytest.mark.parametrize("own", ["", "512"])
+def test_preset_may_widen_the_batches_that_were_added_but_not_the_users_own(own: str) -> None:
+    given = {"--batch-size": Given("-b", own)} if own else {}
+    made = launch(**({"batch_size": own} if own else {}))
+    narrow_batches(made, given, {"-b", "--batch-size"})
+    assert made.has_narrow_batches
+    let_presets_win(made, {"-b": "LLAMA_ARG_BATCH"})
+    assert made.has_narrow_batches == bool(own)
+    assert made.environment == ({} if own else {"LLAMA_ARG_BATCH": "512"})
 
 
 def test_restart_delay_doubles_up_to_a_minute() -> None:
