@@ -236,7 +236,8 @@ async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> a
     try:
         return await loop.create_server(new_protocol, host or None, port)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, address) from error
+        error.filename = address
+        raise
 
 
 # Gauges are set at each scrape; zero while there is nothing.

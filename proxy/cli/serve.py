@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ from proxy.settings import (
     split_address,
 )
 
+_MOST_FILES = 10240
+"""macOS allows no more (OPEN_MAX)."""
 _CONNECT = "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
 
 # `llama-prefix-cache serve`: serves in front of a llama-server that it did not start.
@@ -80,6 +84,7 @@ def _serve(
     settings: Settings, run_server: RunServer | None = None, launch: Launch | None = None
 ) -> str | None:
     """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
+    allow_files()
     try:
         return uvloop.run(_serve_until_told(settings, run_server, launch), loop_factory=EventLoop)
     except (StoreLocked, OSError) as error:
@@ -91,6 +96,15 @@ def _serve(
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
         fail("stopped early: a request or a save was cut short", Exit.CUT_SHORT)
+
+
+def allow_files() -> None:
+    """Let this process open as many files as its user may: macOS begins with 256, a request takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve_until_told(

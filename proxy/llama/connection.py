@@ -20,6 +20,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawResponseMessage
 from multidict import CIMultiDict
 
+from proxy.errors import in_words
+
 _HOP_BY_HOP = frozenset(
     "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
     "transfer-encoding upgrade".split()
@@ -171,8 +173,10 @@ async def send(
     Raises CannotConnect, or another aiohttp.ClientError.
     """
     loop = asyncio.get_running_loop()
-    # With a host, uvloop's create_connection would have a thread resolve even a literal address.
-    connected = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    try:  # with a host, uvloop's create_connection would have a thread resolve even a literal address
+        connected = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    except OSError as error:  # no file descriptor is left
+        raise CannotConnect(in_words(error)) from error
     try:
         connected.setblocking(False)
         await _connect(connected, (address.host, address.port))

@@ -4,6 +4,7 @@ Nothing here waits or reads a state file: a checkpoint is chosen and marked in o
 found to fit and reserved in one step.
 """
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -118,16 +119,15 @@ class Budget:
             self.on_write(n_bytes)
 
 
-_FALLBACK_BYTES = 8 << 30
-"""Assumed if the system does not say how much memory is free."""
-
-
 def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return how many bytes of files the kernel can probably keep in memory."""
+    """Return how many bytes of files the kernel can probably keep in memory.
+
+    That is half of what is free, or an eighth of all memory where only that is told, as on macOS.
+    """
     with suppress(OSError, KeyError, ValueError):
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024 // 2
-    return _FALLBACK_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
 
 
 MAX_COMPARED = 512

@@ -285,7 +285,7 @@ class StoreDirectory:
         Only names are compared: the content and size of a file are verified before its use.
         """
         states, beside, swept = set[CheckpointId](), set[CheckpointId](), Summed()
-        for name, is_file in self.files.entries():
+        for name, is_file in [*self.files.entries()]:  # some of them are removed
             if not is_file:
                 swept.ignored.append(name)
             elif name.endswith(".state"):

@@ -5,6 +5,7 @@ names made by this module are ever touched: other files in the directory are not
 """
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
@@ -74,8 +75,8 @@ class StateFiles:
 
     def free_bytes(self) -> int:
         """Return how many bytes are free for files of this process's user; raises OSError."""
-        status = os.statvfs(self.directory)
-        return status.f_bavail * status.f_frsize
+        status = os.statvfs(self.directory)  # of a file system without a limit all zero
+        return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize
 
     def reserve_bytes(self) -> int:
         """Return how many bytes of the disk saves leave free: fewer on a small disk; raises OSError."""
@@ -243,10 +244,13 @@ def digest_of(file: Path) -> str:
 
 
 def sync_names(directory: Path) -> None:
-    """Make the file names in a directory durable; raises OSError."""
+    """Make the file names in a directory durable, if its file system can; raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # such as folders of VirtualBox
+            raise
     finally:
         os.close(descriptor)
 

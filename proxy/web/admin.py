@@ -66,7 +66,6 @@ _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: then its Authorization is not a client's key."""
-_CLOCK_BEGAN_AT = time.time() - time.monotonic()
 _SLICE_SECONDS = 0.002
 _MOST = 1 << 40
 """A larger limit in a query is read as this one."""
@@ -431,6 +430,7 @@ def _describe_slot(slot: Slot) -> dict[str, Any]:
     was last leased or released, in seconds since 1970; null if that was before the proxy was started.
     """
     known = slot.content if isinstance(slot.content, Known) else None
+    began_at = time.time() - time.monotonic()  # another one after each sleep of the machine
     return {
         "id": slot.id,
         "state": state_of(slot),
@@ -438,7 +438,7 @@ def _describe_slot(slot: Slot) -> dict[str, Any]:
         "n_tokens": known.n_tokens if known else 0,
         "n_unsaved": known.n_unsaved if known else 0,
         "n_coming": len(slot.destined) if slot.destined is not None else 0,
-        "used_at": round(_CLOCK_BEGAN_AT + slot.used_at, 1) if slot.used_at else None,
+        "used_at": round(began_at + slot.used_at, 1) if slot.used_at else None,
     }
 
 

@@ -14,6 +14,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
+from proxy.core.model import SlotId
+from proxy.errors import UpstreamLost, UpstreamUnreachable
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import CannotConnect, EventLoop, literal_address, new_session
 from tests.lab.waiting import HANG_SECONDS
@@ -118,6 +120,23 @@ async def test_nothing_was_sent_where_nobody_listens(unused_tcp_port: int) -> No
         upstream = LlamaServer(session, Target(f"http://127.0.0.1:{unused_tcp_port}"), None)
         with pytest.raises(CannotConnect, match=f"cannot connect to 127.0.0.1:{unused_tcp_port}"):
             await upstream.forward("POST", "/", CIMultiDict(), b"{}")
+
+
+async def test_call_that_gets_no_descriptor_was_not_sent(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else llama-server would seem to have ended over it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with new_session() as session:
+        upstream = LlamaServer(session, Target(peer.url.rstrip("/")), None)
+        with monkeypatch.context() as patched:
+            patched.setattr("proxy.llama.connection.socket.socket", refuse)
+            with pytest.raises(UpstreamUnreachable, match="too many open files") as raised:
+                await upstream.erase(SlotId(0))
+        assert not isinstance(raised.value, UpstreamLost)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Room in the store: the budget and the free space hold before anything is written."""
 
 import asyncio
+import errno
+import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,7 @@ from proxy.core.eviction import N_COMPARED, Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
 from proxy.errors import NoRoom, StoreFault
-from proxy.store.files import StateFiles
+from proxy.store.files import StateFiles, sync_names
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import names_in, new_checkpoint, new_state, opened, run_of
@@ -351,3 +354,24 @@ async def test_victims_are_chosen_without_reading_the_whole_store(
         monkeypatch.setattr(store.index, "record", note)
         [victim] = store.victims(1, Present(time.time()))
         assert victim.id in read and len(set(read)) < 2 * N_COMPARED
+
+
+def test_file_system_without_a_limit_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a tmpfs of size=0: the kernel tells of no blocks at all."""
+    status = SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda _: status)
+    assert StateFiles(tmp_path).free_bytes() > 1 << 40
+
+
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_names_are_synced_where_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_raised: bool
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(OSError) if is_raised else nullcontext():
+        sync_names(tmp_path)

@@ -439,3 +439,13 @@ def test_ls_fits_80_columns() -> None:
     assert len(lines) == 1 + 1 + 2 + 4 + 4  # sum, model, headers, sessions, states: none is folded
     assert max(map(len, map(str.rstrip, lines))) <= 80
     assert "worth 999 s" in printed and "pinned" in printed
+
+
+def test_proxy_may_open_as_many_files_as_its_user() -> None:
+    code = (
+        "import resource as r; from proxy.cli.serve import allow_files;"
+        "r.setrlimit(r.RLIMIT_NOFILE, (256, 4096)); allow_files();"
+        "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "4096 4096\n"
