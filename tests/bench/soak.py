@@ -35,7 +35,8 @@ from tests.lab.conversation import agent_requests
 SIZE = "tiny"
 BUDGET_BYTES = 48 << 20
 SAMPLE_SECONDS = 5.0
-WARM_UP_SHARE = 0.2
+WARM_UP_SHARE = 0.5
+"""Of ten minutes: by then the explanations of the last 2,000 requests fill their place."""
 MAX_GROWTH = 0.05
 HALT_SECONDS = (0.5, 8.0)
 SETTLE_SECONDS = 30.0
