@@ -1,7 +1,8 @@
 # Everything a developer or a curious user does; `make demo` and `make test` set up what they need.
-# The first of these that is new enough; `make PYTHON=...` takes another.
+IS_NEW_ENOUGH := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+# The first of these that is new enough and has venv; `make PYTHON=...` takes another.
 PYTHON ?= $(or $(shell for python in python3.11 python3 python3.14 python3.13 python3.12; do \
-  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done),python3.11)
+  $$python -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$python && break; done),python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 LAB := .lab
@@ -32,9 +33,8 @@ INSTALLED := $(PREFIX)/lib/$(NAME)
 UNITS := $(PREFIX)/lib/systemd/system
 
 define NEED_PYTHON
-needed='import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'; \
-$(PYTHON) -c "$$needed" 2>/dev/null || \
-  { apt-get install -qq --no-install-recommends $(PYTHON) $(PYTHON)-venv && $(PYTHON) -c "$$needed"; } || \
+$(PYTHON) -c '$(IS_NEW_ENOUGH)' 2>/dev/null || \
+  { apt-get install -qq --no-install-recommends $(PYTHON) $(PYTHON)-venv && $(PYTHON) -c '$(IS_NEW_ENOUGH)'; } || \
   { echo "Python 3.11 or newer, with venv, is missing: apt-get install python3-venv"; exit 1; }
 endef
 
@@ -122,6 +122,8 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 
 # With a real small model and real words: `make demo MODEL=smollm2`.
 SMOLLM2 := $(LAB)/models/smollm2-135m.gguf
+# What the tests need.
+TESTED := $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 $(SMOLLM2): $(MODELS)
 	tests/lab/fetch_smollm2.sh $@ $(BIN)/python
 
@@ -133,11 +135,11 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 endif
 
-test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
+test: $(TESTED)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
-test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
+test-long: $(TESTED)
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
 # Hosts that share a bucket, on more engines (Ceph with three OSDs on files, moto) and under every fault.
@@ -158,7 +160,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
+live: $(TESTED)
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
@@ -287,7 +289,7 @@ $(DEBIAN):
 	tests/deployment/fetch_debian_root.sh $@
 
 # The tests on the newest Python that Debian has; TESTS=... for some of them.
-test-newest: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium $(DEBIAN_SID)
+test-newest: $(TESTED) $(DEBIAN_SID)
 	$(BIN)/python -m tests.deployment.run_newest $(TESTS)
 $(DEBIAN_SID):
 	tests/deployment/fetch_debian_root.sh $@ sid

@@ -260,7 +260,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     models = [Path(launch.model_path)] if launch.model_path else []
     if (repository := given.get("--hf-repo")) and not models:
         models = downloaded(repository.value, os.environ)
-    # A model that is not downloaded yet may have a window, and one of a router's.
+    # A model of a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         narrow_batches(launch, given, known)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):

@@ -15,10 +15,11 @@ from tests.lab.server import REPOSITORY
 
 PACKED = REPOSITORY / ".lab" / "debian-sid.tar"
 NEEDED = "python3-venv make git procps iproute2 curl"
-LIVE = (
-    f"tests/live/test_{name}.py" for name in ("main_job", "restarts", "run", "commands", "doctor")
+LIVE = ("main_job", "restarts", "run", "commands", "doctor")
+TESTS = (
+    *("tests/unit", "tests/store", "tests/integration"),
+    *(f"tests/live/test_{name}.py" for name in LIVE),
 )
-FOLDERS = ("tests/unit", "tests/store", "tests/integration", *LIVE)
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def test(root: Path) -> None:
             install = f"apt-get install -y --no-install-recommends {NEEDED}"
             run_in(root, f"apt-get update && {install}", {})
             run_in(root, "make PYTHON=python3 setup", {}, FOLDER)
-        tests = join(sys.argv[1:] or FOLDERS)
+        tests = join(sys.argv[1:] or TESTS)
         with timed("tests"):
             run_in(root, f".venv/bin/python -m pytest -n 4 --dist worksteal {tests}", {}, FOLDER)
 

@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +30,7 @@ from proxy.core.tokens import (
     token_ids,
 )
 from proxy.errors import StateDamaged, StoreFault, StoreLocked
+from proxy.llama.connection import EventLoop
 from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
@@ -62,6 +63,22 @@ async def test_find_after_commit_yields_the_checkpoint(store: CheckpointStore) -
     assert checkpoint.kind is CheckpointKind.TURN_START
     assert names_in(store.files.directory) == {checkpoint.file_name}
     assert store.size_bytes == store.files.path(checkpoint.file_name).stat().st_size
+
+
+async def test_commit_is_known_when_it_ends_however_soon_its_thread_has_ended(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """asyncio of Python 3.14 then sets the result before anybody waits for it."""
+
+    def run_now(loop: EventLoop, _: object, work: Callable[[], object]) -> "asyncio.Future[object]":
+        done = loop.create_future()
+        done.set_result(work())
+        return done
+
+    state = new_state(store, run_of(300))
+    monkeypatch.setattr(EventLoop, "run_in_executor", run_now)
+    checkpoint = await store.commit(*state)
+    assert store.size_bytes == checkpoint.size_bytes
 
 
 async def test_find_of_a_diverging_prompt_counts_common_tokens_to_the_token(
