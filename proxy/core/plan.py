@@ -419,6 +419,15 @@ def promising(
     return tuple(kept), n_longest
 
 
+def as_loaded(candidate: Candidate, n_points: int) -> Candidate:
+    """Return a candidate with the newest *n_points* context checkpoints of its file."""
+    points = candidate.checkpoint.restore_points
+    if len(points) <= n_points:
+        return candidate
+    loaded = replace(candidate.checkpoint, restore_points=points[len(points) - n_points :])
+    return replace(candidate, checkpoint=loaded)
+
+
 def most_useful(
     rule: Rule, found: Iterable[Candidate], n_prompt: int
 ) -> tuple[int, Checkpoint | None]:

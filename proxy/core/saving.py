@@ -21,13 +21,14 @@ turns and branches. Points that llama-server has dropped are taken from older fi
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 from operator import add
 
 from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Known, Unknown, cut_to
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
 # When a slot is saved, and up to which token.
@@ -151,8 +152,11 @@ def select_points(
     rates: Rates,
     inside: Sequence[int] = (),
     state_bytes: int = 0,
+    n_at_most: int = MAX_CONTEXT_CHECKPOINTS,
 ) -> dict[int, CheckpointId | None]:
     """Return the points to keep in a file, each with the older file to copy it from (None: its own).
+
+    Of more than *n_at_most*, llama-server would load the newest; those that spare most are kept.
 
     *own* are the points of the file with their sizes in bytes, *others* the points of older files. A point
     of its own is preferred unless another is much closer. The cuts *inside* the newest user message come
@@ -162,6 +166,7 @@ def select_points(
     size_bytes = max(own.values(), default=0)
     mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
     kept: dict[int, CheckpointId | None] = {}
+    likelihoods: dict[int, float] = {}
     n_before = 0
     for n_cut, likelihood in cuts.items():
         point, other = highest_point(mine, n_cut), highest_point(theirs, n_cut)
@@ -169,9 +174,14 @@ def select_points(
             point = other
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
             kept[point] = None if point in own else others[point]
-            n_before = point
+            likelihoods[point], n_before = likelihood, point
+    while len(kept) > n_at_most:
+        spared = {p: likelihoods[p] * (p - n) for n, p in pairwise((0, *kept))}
+        del kept[min(spared, key=spared.__getitem__)]
     left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
-    while left_bytes >= size_bytes and (point := _next_best(mine, kept, inside, size_bytes, rates)):
+    while left_bytes >= size_bytes and len(kept) < n_at_most:
+        if not (point := _next_best(mine, kept, inside, size_bytes, rates)):
+            break
         kept[point] = None
         left_bytes -= size_bytes
     return kept

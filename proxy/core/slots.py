@@ -26,7 +26,8 @@ from proxy.core.model import (
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32
-"""llama-server's default of --ctx-checkpoints: the most context checkpoints of a slot or a state file."""
+"""llama-server's default of --ctx-checkpoints: the most that a slot keeps. Of a file with more, the newest
+are loaded (server-context.cpp, load_slot_checkpoints)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ async def attach(
         queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(launch.n_context_checkpoints),
+        n_loaded_points=launch.n_context_checkpoints,
         takes_media=not props.modalities or any(props.modalities.values()),
         has_ram_cache=launch.has_ram_cache,
     )

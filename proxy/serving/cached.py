@@ -480,9 +480,11 @@ class CachedRequest:
         account.failure = Cause.RESTART if process.queue.is_closed else Cause.RESTORE_NOT_REUSED
         if not process.queue.is_closed:
             n_expected = self._plan.start.n_reused
+            process.metrics.restore_ineffective.inc()
+            if process.has_loaded_fewer_points(checkpoint, n_expected):
+                return
             told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)
-            process.metrics.restore_ineffective.inc()
             process.blame(checkpoint, account.failure)
 
     def _save_now(self) -> None:

@@ -8,7 +8,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.messages import BYTES_PER_TOKEN, Kind
 from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
-from proxy.core.plan import Plan, Situation, Start, Why, plan_request, promising
+from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
 from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
@@ -22,7 +22,8 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
         return (), 0
     try:
         stored = process.store.find(prompt.namespace, prompt.tokens)
-        found, n_shared = promising(process.rule, stored, prompt.n_tokens)
+        loaded = (as_loaded(candidate, process.n_loaded_points) for candidate in stored)
+        found, n_shared = promising(process.rule, loaded, prompt.n_tokens)
     except Exception as fault:
         process.faults.record("lookup", fault)
         process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))

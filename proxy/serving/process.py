@@ -32,6 +32,7 @@ from proxy.core.model import (
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize, state_bytes
 from proxy.core.slots import (
+    CHECKPOINTS_PER_REQUEST,
     TAINTED,
     Content,
     Empty,
@@ -85,13 +86,15 @@ class Process(Services):
     restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were refused
     or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
     predicted wrongly. The plan counts on the newest `n_believed_points` context checkpoints of a live
-    slot. `asks_for_key` says that llama-server refuses requests without an API key; `taken_keys` tells,
-    by digest, which keys it takes; `takes_media`, whether it takes images or sounds. `is_one_tenant` says
-    that all keys share states, `has_ram_cache` that llama-server may keep prompts outside its slots.
-    `tenants` are those that have asked, and b"" if keys do not matter. `unsupported_paths` are routes that
-    llama-server has answered with 501. `clears_idle_slots` says whether a slot that starts empties idle
-    slots; None if the attach could not tell. `saves_context_checkpoints` is what the probe save showed: it
-    depends on flags that llama-server does not tell. `sizes` are those of the newest saves.
+    slot. Of a file, llama-server loads the newest `n_loaded_points` context checkpoints; its flags tell
+    the number, or else the first restore of a file with more. `asks_for_key` says that llama-server
+    refuses requests without an API key; `taken_keys` tells, by digest, which keys it takes;
+    `takes_media`, whether it takes images or sounds. `is_one_tenant` says that all keys share states,
+    `has_ram_cache` that llama-server may keep prompts outside its slots. `tenants` are those that have
+    asked, and b"" if keys do not matter. `unsupported_paths` are routes that llama-server has answered
+    with 501. `clears_idle_slots` says whether a slot that starts empties idle slots; None if the attach
+    could not tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that
+    llama-server does not tell. `sizes` are those of the newest saves.
     """
 
     id: str
@@ -99,6 +102,7 @@ class Process(Services):
     queue: SlotQueue
     n_ctx: int
     n_believed_points: int
+    n_loaded_points: int
     takes_media: bool
     has_ram_cache: bool
     obstacle: CannotCache | None = None
@@ -425,6 +429,18 @@ class Process(Services):
         A look that was under way may have begun before the failure, so there are two.
         """
         return not (await self.is_current() and await self.is_current())
+
+    def has_loaded_fewer_points(self, checkpoint: Checkpoint, n_missed: int) -> bool:
+        """Return whether llama-server left out a point of a file because it keeps fewer; if so, learn that.
+
+        The point at *n_missed* tokens was not there. llama-server loads as many as it has ever written.
+        """
+        n_points = sum(point >= n_missed for point in checkpoint.restore_points)
+        if n_points <= max((CHECKPOINTS_PER_REQUEST, *(size.n_points for size in self.sizes))):
+            return False
+        self.n_loaded_points = n_points - 1
+        get_logger("cache").info("llama-server keeps fewer context checkpoints", n=n_points - 1)
+        return True
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""

@@ -199,12 +199,15 @@ class Room:
         OSError.
         """
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
+        n_at_most = self._process.n_loaded_points = max(self._process.n_loaded_points, len(own))
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
         cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
         inside, state_bytes = edit_cuts(content), saved.state.state_end
-        selection = select_points(own, others, cuts, self._process.rates, inside, state_bytes)
+        selection = select_points(
+            own, others, cuts, self._process.rates, inside, state_bytes, n_at_most
+        )
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()

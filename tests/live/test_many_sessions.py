@@ -88,6 +88,28 @@ async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["flag known", "flag not known"])
+async def test_file_has_no_more_points_than_llama_server_loads_of_it(
+    start_rig: StartRig, is_told: bool
+) -> None:
+    """Else llama-server would leave out the oldest: the header, with which the next session begins."""
+    n_kept = 4
+    options: dict[str, Any] = {"launch": Launch(n_context_checkpoints=n_kept)} if is_told else {}
+    options |= {**NEVER_IDLE, "extra_args": ("--ctx-checkpoints", str(n_kept))}
+    *turns, last = agent_requests(9, 0, header=HEADER)
+    async with start_rig("hybrid", n_slots=1, **options) as rig:
+        counted = Counted(rig)
+        await counted.ask_in_turn([turns])
+        await counted.ask([system(300, seed=5), user(500)])
+        n_new, n_evaluated = await counted.ask([*HEADER, user(900)])
+        if is_told:
+            assert n_evaluated <= n_new + SLACK_TOKENS
+            assert all(len(checkpoint.restore_points) <= n_kept for checkpoint in stored(rig))
+        # Where only a restore tells, that restore costs tokens, but no state.
+        n_new, n_evaluated = await counted.ask(last)
+        assert n_evaluated <= n_new + SLACK_TOKENS
+
+
 @ONE_KIND
 async def test_conversation_keeps_one_file_with_the_few_points_that_are_worth_it(
     start_rig: StartRig, kind: str

@@ -129,6 +129,16 @@ def test_select_points_counts_what_the_place_before_it_spares_already() -> None:
     assert select_points(alone, {}, places, RATES).keys() == {995}
 
 
+def test_select_points_keeps_those_that_spare_most_where_llama_server_loads_few() -> None:
+    own, places = own_points(95, 1095, 1195, 1995), sure(100, 1100, 1200, 2000)
+    assert select_points(own, {}, places, RATES, n_at_most=3).keys() == {1095, 1195, 1995}
+    assert select_points(own, {}, places, RATES, n_at_most=2).keys() == {1095, 1995}
+    unlikely = {**places, 1100: 0.05}
+    assert select_points(own, {}, unlikely, RATES, n_at_most=2).keys() == {1195, 1995}
+    with_inside = select_points(MESSAGE_POINTS, {}, sure(1000, 4000), RATES, INSIDE, 10**6, 3)
+    assert with_inside.keys() == {1000, 3000, 4000}
+
+
 def test_select_points_of_a_file_without_any_keeps_none() -> None:
     assert select_points({}, {}, sure(300), RATES) == {}
 
