@@ -54,7 +54,8 @@ def connect(
     llama-prefix-cache connect opencode --write    merges them there, and tries them out
     llama-prefix-cache connect opencode --undo     restores the file from before --write
 
-    CLIENT: opencode, claude-code, codex, qwen-code, crush, continue, open-webui, openai-sdk, anthropic-sdk.
+    CLIENT: opencode, kilo, claude-code, codex, qwen-code, pi, cline, crush, continue, open-webui,
+    openai-sdk, anthropic-sdk.
     URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
     old file beside the new one. Two small requests then show whether requests of this form are cached.
     """

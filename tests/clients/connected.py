@@ -18,10 +18,11 @@ class Client:
     name: str
     program: str
     fresh: tuple[str, ...]
-    continued: tuple[str, ...]
-    forked: tuple[str, ...]
+    continued: tuple[str, ...] = ()
+    """How the last session is continued; empty, here and below, if it cannot be without a terminal."""
+    forked: tuple[str, ...] = ()
     """How the last session is forked; `SESSION` stands for its id."""
-    compacted: tuple[str, ...]
+    compacted: tuple[str, ...] = ()
     n_at_most: tuple[int, int] = (600, 600)
     """Tokens of a fresh session behind the first one, and of one continued: all requests together."""
     n_compacting: int = 0
@@ -60,6 +61,31 @@ CLIENTS = (
         n_compacting=7500,
         compact_prompt="/compress",
         script="@qwen-code/qwen-code/cli.js",
+    ),
+    Client("cline", "@cline/cli-linux-*/bin/cline", (), n_at_most=(100, 100)),
+    Client(
+        "continue",
+        "node-linux-*/bin/node",
+        ("--print",),
+        ("--resume", "--print"),
+        n_at_most=(60, 60),
+        script="@continuedev/cli/dist/cn.js",
+    ),
+    Client(
+        "kilo",
+        "@kilocode/cli-linux-*/bin/kilo",
+        ("run",),
+        ("run", "--continue"),
+        # With a continued session it asks for a title as well.
+        n_at_most=(200, 1200),
+    ),
+    Client(
+        "pi",
+        "node-linux-*/bin/node",
+        ("--offline", "--print"),
+        ("--offline", "--continue", "--print"),
+        n_at_most=(60, 60),
+        script="@earendil-works/pi-coding-agent/dist/cli.js",
     ),
 )
 
