@@ -405,20 +405,19 @@ def _within(n_tokens: int, n_cut: int) -> int:
 
 def n_believed_points(n_context_checkpoints: int) -> int:
     """Return how many of its newest points a slot has for certain, by llama-server's --ctx-checkpoints."""
-    return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
+    return min(n_context_checkpoints, max(1, n_context_checkpoints // CHECKPOINTS_PER_REQUEST))
 
 
-def believed_after_save(n_believed: int, points: Sequence[int], saved: Sequence[int]) -> int:
-    """Return how many points to believe in, after a save told which of the predicted *points* exist.
+def kept_after_save(n_kept: int, points: Sequence[int], saved: Sequence[int]) -> int:
+    """Return how many points a slot keeps, after a save told which of the predicted *points* exist.
 
     If the oldest point is gone, llama-server had no room for it. A file with few points tells nothing:
     llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens.
     """
-    n_sure = max(1, n_believed_points(len(saved)))
     is_full = len(saved) >= CHECKPOINTS_PER_REQUEST and bool(points)
     if is_full and FIRST_BLOCK_TOKENS <= points[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN:
-        return n_sure
-    return max(n_believed, n_sure)
+        return len(saved)
+    return max(n_kept, len(saved))
 
 
 def after_evaluation(

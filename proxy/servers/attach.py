@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
-from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown, n_believed_points
+from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
@@ -112,7 +112,7 @@ async def attach(
         build=props.build_info,
         queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
-        n_believed_points=n_believed_points(launch.n_context_checkpoints),
+        n_kept_points=launch.n_context_checkpoints,
         n_loaded_points=launch.n_context_checkpoints,
         takes_media=not props.modalities or any(props.modalities.values()),
         has_ram_cache=launch.has_ram_cache,

@@ -41,6 +41,7 @@ from proxy.core.slots import (
     Unknown,
     after_evaluation,
     as_restored,
+    n_believed_points,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import (
@@ -85,23 +86,23 @@ class Process(Services):
     `id` identifies the process in /props. `model_namespace` is None where nothing may be saved or
     restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were refused
     or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
-    predicted wrongly. The plan counts on the newest `n_believed_points` context checkpoints of a live
-    slot. Of a file, llama-server loads the newest `n_loaded_points` context checkpoints; its flags tell
-    the number, or else the first restore of a file with more. `asks_for_key` says that llama-server
-    refuses requests without an API key; `taken_keys` tells, by digest, which keys it takes;
-    `takes_media`, whether it takes images or sounds. `is_one_tenant` says that all keys share states,
-    `has_ram_cache` that llama-server may keep prompts outside its slots. `tenants` are those that have
-    asked, and b"" if keys do not matter. `unsupported_paths` are routes that llama-server has answered
-    with 501. `clears_idle_slots` says whether a slot that starts empties idle slots; None if the attach
-    could not tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that
-    llama-server does not tell. `sizes` are those of the newest saves.
+    predicted wrongly. A slot keeps its newest `n_kept_points` context checkpoints, by llama-server's
+    flags or the last saves; of a file it loads the newest `n_loaded_points`, by its flags or restores
+    that were not reused. `asks_for_key` says that llama-server refuses requests without an API key;
+    `taken_keys` tells, by digest, which keys it takes; `takes_media`, whether it takes images or
+    sounds. `is_one_tenant` says that all keys share states, `has_ram_cache` that llama-server may keep
+    prompts outside its slots. `tenants` are those that have asked, and b"" if keys do not matter.
+    `unsupported_paths` are routes that llama-server has answered with 501. `clears_idle_slots` says
+    whether a slot that starts empties idle slots; None if the attach could not tell.
+    `saves_context_checkpoints` is what the probe save showed: it depends on flags that llama-server
+    does not tell. `sizes` are those of the newest saves.
     """
 
     id: str
     build: str
     queue: SlotQueue
     n_ctx: int
-    n_believed_points: int
+    n_kept_points: int
     n_loaded_points: int
     takes_media: bool
     has_ram_cache: bool
@@ -273,7 +274,7 @@ class Process(Services):
             before,
             prompt,
             n_generated=n_generated,
-            n_believed=self.n_believed_points,
+            n_believed=n_believed_points(self.n_kept_points),
             stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
         )
 

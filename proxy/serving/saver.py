@@ -34,7 +34,7 @@ from proxy.core.saving import (
     points_of_others,
     select_points,
 )
-from proxy.core.slots import Content, Known, believed_after_save
+from proxy.core.slots import Content, Known, kept_after_save
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import (
     WRITE_BUDGET,
@@ -199,12 +199,13 @@ class Room:
         OSError.
         """
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        n_at_most = self._process.n_loaded_points = max(self._process.n_loaded_points, len(own))
+        n_loaded = self._process.n_loaded_points = max(self._process.n_loaded_points, len(own))
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
         cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
         inside, state_bytes = edit_cuts(content), saved.state.state_end
+        n_at_most = min(n_loaded, max(len(own), self._process.n_kept_points))
         selection = select_points(
             own, others, cuts, self._process.rates, inside, state_bytes, n_at_most
         )
@@ -252,8 +253,8 @@ class Room:
                 self._process.note_clearing(clears=True)
             return "the slot was empty: something has cleared it since"
         if state.tokens[: len(content.tokens)] == content.tokens:
-            self._process.n_believed_points = believed_after_save(
-                self._process.n_believed_points, content.restore_points, state.restore_points
+            self._process.n_kept_points = kept_after_save(
+                self._process.n_kept_points, content.restore_points, state.restore_points
             )
             return None
         # Another client's request would hardly have left exactly as many tokens.
