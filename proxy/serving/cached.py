@@ -17,15 +17,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    SlotPhase,
-    Unknown,
-    must_be_erased,
-    n_believed_points,
-    shared_tokens,
-)
+from proxy.core.slots import TAINTED, Content, SlotPhase, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
@@ -489,7 +481,7 @@ class CachedRequest:
         if not process.queue.is_closed:
             n_expected = self._plan.start.n_reused
             process.metrics.restore_ineffective.inc()
-            if process.has_loaded_fewer_points(checkpoint, n_expected):
+            if planning.learns_to_count_on_fewer(process, checkpoint, n_expected):
                 return
             told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)
@@ -500,6 +492,6 @@ class CachedRequest:
         process, slot_id = self._process, self._plan.slot_id
         if process.queue.is_placing:
             return  # another request may be running in this slot already
-        content, n_kept = process.slots[slot_id].content, process.n_kept_points
-        if self._request.warms or is_cut_at_risk(process.rule, content, n_believed_points(n_kept)):
+        content, n_believed = process.slots[slot_id].content, process.n_believed_points
+        if self._request.warms or is_cut_at_risk(process.rule, content, n_believed):
             self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))

@@ -7,11 +7,27 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.messages import BYTES_PER_TOKEN, Kind
-from proxy.core.model import Candidate, CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointKind,
+    ExpectedState,
+    Prompt,
+    RuleKind,
+    SlotId,
+)
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
-from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
+from proxy.core.slots import (
+    CHECKPOINTS_PER_REQUEST,
+    Content,
+    Known,
+    SlotPhase,
+    Unknown,
+    not_to_save,
+)
+from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 
@@ -30,6 +46,19 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
         return (), 0
     process.recover(DegradationKind.LOOKUPS_FAIL)
     return found, n_shared
+
+
+def learns_to_count_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
+    """Return whether llama-server may have left out the context checkpoint at *n_missed* tokens of a file.
+
+    It loads only the newest ones, but as many as it has ever written. From now on fewer are counted on.
+    """
+    n_points = sum(point >= n_missed for point in checkpoint.restore_points)
+    if n_points <= max((CHECKPOINTS_PER_REQUEST, *(size.n_points for size in process.sizes))):
+        return False
+    process.n_loaded_points = n_points - 1
+    get_logger("cache").info("llama-server loads fewer context checkpoints", n=n_points - 1)
+    return True
 
 
 def situation(process: Process, prompt: Prompt) -> Situation:

@@ -32,7 +32,6 @@ from proxy.core.model import (
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize, state_bytes
 from proxy.core.slots import (
-    CHECKPOINTS_PER_REQUEST,
     TAINTED,
     Content,
     Empty,
@@ -267,6 +266,10 @@ class Process(Services):
         """Return the largest size that a slot's state may have; 0 until a similar state was saved."""
         return state_bytes(self.sizes, content)
 
+    @property
+    def n_believed_points(self) -> int:
+        return n_believed_points(self.n_kept_points)
+
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
         is_far_apart = self.rule.kind is RuleKind.END_ONLY
@@ -274,7 +277,7 @@ class Process(Services):
             before,
             prompt,
             n_generated=n_generated,
-            n_believed=n_believed_points(self.n_kept_points),
+            n_believed=self.n_believed_points,
             stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
         )
 
@@ -430,18 +433,6 @@ class Process(Services):
         A look that was under way may have begun before the failure, so there are two.
         """
         return not (await self.is_current() and await self.is_current())
-
-    def has_loaded_fewer_points(self, checkpoint: Checkpoint, n_missed: int) -> bool:
-        """Return whether llama-server left out a point of a file because it keeps fewer; if so, learn that.
-
-        The point at *n_missed* tokens was not there. llama-server loads as many as it has ever written.
-        """
-        n_points = sum(point >= n_missed for point in checkpoint.restore_points)
-        if n_points <= max((CHECKPOINTS_PER_REQUEST, *(size.n_points for size in self.sizes))):
-            return False
-        self.n_loaded_points = n_points - 1
-        get_logger("cache").info("llama-server keeps fewer context checkpoints", n=n_points - 1)
-        return True
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
