@@ -160,7 +160,7 @@ class Metrics:
     restore_seconds = _histogram()
     """Time of a checkpoint restore."""
     restore_ineffective = _counter()
-    """Restores that answered 200 but were not reused; their checkpoints are quarantined."""
+    """Restores that answered 200 but were not reused; their checkpoints are mostly quarantined."""
     saves = _counter(result=("done", "failed"))
     """Checkpoint saves by result."""
     saved_bytes = _counter()

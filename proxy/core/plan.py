@@ -419,13 +419,12 @@ def promising(
     return tuple(kept), n_longest
 
 
-def as_loaded(candidate: Candidate, n_points: int) -> Candidate:
-    """Return a candidate with the newest *n_points* context checkpoints of its file."""
-    points = candidate.checkpoint.restore_points
+def as_loaded(checkpoint: Checkpoint, n_points: int) -> Checkpoint:
+    """Return a checkpoint with only the newest *n_points* context checkpoints of its file."""
+    points = checkpoint.restore_points
     if len(points) <= n_points:
-        return candidate
-    loaded = replace(candidate.checkpoint, restore_points=points[len(points) - n_points :])
-    return replace(candidate, checkpoint=loaded)
+        return checkpoint
+    return replace(checkpoint, restore_points=points[len(points) - n_points :])
 
 
 def most_useful(

@@ -156,7 +156,7 @@ def select_points(
 ) -> dict[int, CheckpointId | None]:
     """Return the points to keep in a file, each with the older file to copy it from (None: its own).
 
-    Of more than *n_at_most*, llama-server would load the newest; those that spare most are kept.
+    No more than *n_at_most* are kept, those that spare most: of more, only the newest would be loaded.
 
     *own* are the points of the file with their sizes in bytes, *others* the points of older files. A point
     of its own is preferred unless another is much closer. The cuts *inside* the newest user message come

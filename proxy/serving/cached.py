@@ -2,8 +2,8 @@
 
 plan -> lease a slot -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or
 save first. Only the reply confirms a hit. If it reused less than a restore promised, the checkpoint is
-quarantined. If it reused more than the slot was known to hold (drift), the slot is erased before its next
-use.
+mostly quarantined. If it reused more than the slot was known to hold (drift), the slot is erased before its
+next use.
 """
 
 import asyncio
@@ -475,13 +475,20 @@ class CachedRequest:
             process.metrics.live_reuse_short.inc()
 
     def _blame(self, checkpoint: Checkpoint) -> None:
-        """Quarantine a checkpoint if the process that restored it did not reuse it as the rule says."""
+        """Quarantine a checkpoint if the process that restored it did not reuse it as the rule says.
+
+        But llama-server loads only so many context checkpoints of a file, and its flags may not be known.
+        """
         process, account = self._process, self._account
         account.failure = Cause.RESTART if process.queue.is_closed else Cause.RESTORE_NOT_REUSED
         if not process.queue.is_closed:
             n_expected = self._plan.start.n_reused
             process.metrics.restore_ineffective.inc()
-            if planning.learns_to_count_on_fewer(process, checkpoint, n_expected):
+            # Had only a newer point been left out, an older one would have been reused.
+            may_be_missing = not account.n_reused
+            if may_be_missing and planning.learns_to_count_on_fewer(
+                process, checkpoint, n_expected
+            ):
                 return
             told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)

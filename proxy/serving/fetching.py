@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, Prompt
-from proxy.core.plan import Situation, promising
+from proxy.core.plan import Situation, as_loaded, promising
 from proxy.core.rates import seconds_in_words
 from proxy.core.sharing import Fetch, best_fetch, seconds_without
-from proxy.serving.planning import situation
+from proxy.serving.planning import loaded, situation
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, Request
 
@@ -82,19 +82,19 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) 
     _, seconds = seconds_without(prompt, now)
     if seconds <= tier.downloads.entering.call.seconds:
         return None  # as most requests of a conversation that stays
-    fetch = _best(tier, prompt, now)
+    fetch = _best(process, tier, prompt, now)
     if fetch is not None and fetch.is_worth_it:
         seconds += fetch.seconds - fetch.limit_seconds
     most_seconds = min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS)
     look = tier.look_since(prompt.namespace, since, most_seconds)
     if look is not None and not look.done():
         await asyncio.wait([look], timeout=most_seconds)
-        fetch = _best(tier, prompt, situation(process, prompt))
+        fetch = _best(process, tier, prompt, situation(process, prompt))
     return fetch
 
 
-def _best(tier: "Tier", prompt: Prompt, now: Situation) -> Fetch | None:
-    found = tier.remote.find(prompt.namespace, prompt.tokens)
+def _best(process: Process, tier: "Tier", prompt: Prompt, now: Situation) -> Fetch | None:
+    found = loaded(process, tier.remote.find(prompt.namespace, prompt.tokens))
     remote, _ = promising(now.rule, found, prompt.n_tokens)
     return best_fetch(prompt, now, remote, tier.remote.link, tier.downloads.entering)
 
@@ -105,7 +105,8 @@ async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:
         if (tokens := process.store.index.tokens(fetched.id)) is not None:
             found = process.store.find(fetched.namespace, tokens)
             relatives = await asyncio.to_thread(list, found)
-            for older in superseded(process.rule, fetched, relatives):
+            newer = as_loaded(fetched, process.n_loaded_points)
+            for older in superseded(process.rule, newer, relatives):
                 await process.store.remove(older, Removal.SUPERSEDED)
     except Exception as fault:
         process.faults.record("share", fault)

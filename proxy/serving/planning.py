@@ -2,10 +2,12 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
+from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import BYTES_PER_TOKEN, Kind
 from proxy.core.model import (
     Candidate,
@@ -19,14 +21,7 @@ from proxy.core.model import (
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes
-from proxy.core.slots import (
-    CHECKPOINTS_PER_REQUEST,
-    Content,
-    Known,
-    SlotPhase,
-    Unknown,
-    not_to_save,
-)
+from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
 from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
@@ -38,8 +33,7 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
         return (), 0
     try:
         stored = process.store.find(prompt.namespace, prompt.tokens)
-        loaded = (as_loaded(candidate, process.n_loaded_points) for candidate in stored)
-        found, n_shared = promising(process.rule, loaded, prompt.n_tokens)
+        found, n_shared = promising(process.rule, loaded(process, stored), prompt.n_tokens)
     except Exception as fault:
         process.faults.record("lookup", fault)
         process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
@@ -48,16 +42,24 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
     return found, n_shared
 
 
+def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates with only those context checkpoints of their files that llama-server loads."""
+    for candidate in found:
+        checkpoint = as_loaded(candidate.checkpoint, process.n_loaded_points)
+        yield replace(candidate, checkpoint=checkpoint)
+
+
 def learns_to_count_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
     """Return whether llama-server may have left out the context checkpoint at *n_missed* tokens of a file.
 
     It loads only the newest ones, but as many as it has ever written. From now on fewer are counted on.
     """
     n_points = sum(point >= n_missed for point in checkpoint.restore_points)
-    if n_points <= max((CHECKPOINTS_PER_REQUEST, *(size.n_points for size in process.sizes))):
+    if n_points <= max(1, process.n_written_points):
         return False
-    process.n_loaded_points = n_points - 1
-    get_logger("cache").info("llama-server loads fewer context checkpoints", n=n_points - 1)
+    n_fewer = max(process.n_written_points, min(n_points - 1, N_CONTEXT_CHECKPOINTS))
+    process.n_loaded_points = n_fewer
+    get_logger("cache").info("llama-server loads fewer context checkpoints", n=n_fewer)
     return True
 
 

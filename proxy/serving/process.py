@@ -87,14 +87,14 @@ class Process(Services):
     or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
     predicted wrongly. A slot keeps its newest `n_kept_points` context checkpoints, by llama-server's
     flags or the last saves; of a file it loads the newest `n_loaded_points`, by its flags or restores
-    that were not reused. `asks_for_key` says that llama-server refuses requests without an API key;
-    `taken_keys` tells, by digest, which keys it takes; `takes_media`, whether it takes images or
-    sounds. `is_one_tenant` says that all keys share states, `has_ram_cache` that llama-server may keep
-    prompts outside its slots. `tenants` are those that have asked, and b"" if keys do not matter.
-    `unsupported_paths` are routes that llama-server has answered with 501. `clears_idle_slots` says
-    whether a slot that starts empties idle slots; None if the attach could not tell.
-    `saves_context_checkpoints` is what the probe save showed: it depends on flags that llama-server
-    does not tell. `sizes` are those of the newest saves.
+    that were not reused; at most `n_written_points` were in a file that it has written. `asks_for_key`
+    says that llama-server refuses requests without an API key; `taken_keys` tells, by digest, which
+    keys it takes; `takes_media`, whether it takes images or sounds. `is_one_tenant` says that all keys
+    share states, `has_ram_cache` that llama-server may keep prompts outside its slots. `tenants` are
+    those that have asked, and b"" if keys do not matter. `unsupported_paths` are routes that llama-
+    server has answered with 501. `clears_idle_slots` says whether a slot that starts empties idle
+    slots; None if the attach could not tell. `saves_context_checkpoints` is what the probe save showed:
+    it depends on flags that llama-server does not tell. `sizes` are those of the newest saves.
     """
 
     id: str
@@ -112,6 +112,7 @@ class Process(Services):
     """Whether all slots share the cells of one context (--kv-unified)."""
     clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
+    n_written_points: int = 0
     rates: Rates = field(default_factory=Rates)
     has_broken_off: bool = False
     """Whether an answer broke off since the process was last known to run."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
+from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
 from proxy.core.model import (
     Candidate,
@@ -178,6 +179,8 @@ class Room:
         fixed_bytes = min(n_bytes, state.recurrent_bytes)
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
         process.sizes.append(size)
+        process.n_written_points = max(process.n_written_points, size.n_points)
+        process.n_loaded_points = max(process.n_loaded_points, size.n_points)
         process.rates = process.rates.after_save(n_bytes, seconds)
         with self._refusals_told():
             await process.store.settle(name, n_bytes)
@@ -199,16 +202,16 @@ class Room:
         OSError.
         """
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        n_loaded = self._process.n_loaded_points = max(self._process.n_loaded_points, len(own))
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
         cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
         inside, state_bytes = edit_cuts(content), saved.state.state_end
-        n_at_most = min(n_loaded, max(len(own), self._process.n_kept_points))
-        selection = select_points(
-            own, others, cuts, self._process.rates, inside, state_bytes, n_at_most
-        )
+        process = self._process
+        # Where its flags are not known, llama-server may load no more than it has written.
+        n_likely = max(len(own), min(process.n_kept_points, N_CONTEXT_CHECKPOINTS))
+        n_at_most = min(process.n_loaded_points, n_likely)
+        selection = select_points(own, others, cuts, process.rates, inside, state_bytes, n_at_most)
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()
