@@ -484,9 +484,8 @@ class CachedRequest:
         if not process.queue.is_closed:
             n_expected = self._plan.start.n_reused
             process.metrics.restore_ineffective.inc()
-            # Had only a newer point been left out, an older one would have been reused.
-            may_be_missing = not account.n_reused
-            if may_be_missing and planning.learns_to_count_on_fewer(
+            # If an older point was reused, this one was loaded as well.
+            if not account.n_reused and planning.learns_to_count_on_fewer(
                 process, checkpoint, n_expected
             ):
                 return

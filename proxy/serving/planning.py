@@ -46,7 +46,8 @@ def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield candidates with only those context checkpoints of their files that llama-server loads."""
     for candidate in found:
         checkpoint = as_loaded(candidate.checkpoint, process.n_loaded_points)
-        yield replace(candidate, checkpoint=checkpoint)
+        is_whole = checkpoint is candidate.checkpoint
+        yield candidate if is_whole else replace(candidate, checkpoint=checkpoint)
 
 
 def learns_to_count_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:

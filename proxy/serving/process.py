@@ -269,6 +269,7 @@ class Process(Services):
 
     @property
     def n_believed_points(self) -> int:
+        """How many of the newest context checkpoints of a live slot a plan counts on."""
         return n_believed_points(self.n_kept_points)
 
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:

@@ -201,20 +201,20 @@ class Room:
         is wanted. A file that cannot be rewritten stays as llama-server wrote it. Raises StoreFault and
         OSError.
         """
+        process = self._process
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
+        if process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
         cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
         inside, state_bytes = edit_cuts(content), saved.state.state_end
-        process = self._process
         # Where its flags are not known, llama-server may load no more than it has written.
         n_likely = max(len(own), min(process.n_kept_points, N_CONTEXT_CHECKPOINTS))
         n_at_most = min(process.n_loaded_points, n_likely)
         selection = select_points(own, others, cuts, process.rates, inside, state_bytes, n_at_most)
         if selection.keys() == own.keys():
             return saved, True
-        store, grafted = self._process.store, dict[int, Source]()
+        store, grafted = process.store, dict[int, Source]()
         donors = {c.checkpoint.id: c.checkpoint for c in relatives}
         try:
             with ExitStack() as kept:
@@ -224,7 +224,7 @@ class Room:
                     try:
                         await store.verify(donor)
                     except StoreFault as fault:
-                        self._process.faults.record("verify", fault)
+                        process.faults.record("verify", fault)
                         continue
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
@@ -235,7 +235,7 @@ class Room:
                 await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
                 saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
         except StateFileMalformed as fault:
-            self._process.faults.record("thin", fault)
+            process.faults.record("thin", fault)
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, selection.keys() <= set(saved.state.restore_points)
