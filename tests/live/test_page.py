@@ -30,6 +30,17 @@ HELD = """(() => {{
   }};
 }})()"""
 """Has the next answer to a path come only when it is let go."""
+FAILS_ONCE = """(() => {{
+  const ask = window.fetch;
+  window.hasFailed = false;
+  window.fetch = (path, ...how) => {{
+    if (!path.startsWith("{}")) return ask(path, ...how);
+    window.fetch = ask;
+    setTimeout(() => (window.hasFailed = true));
+    return Promise.reject(new TypeError("Failed to fetch"));
+  }};
+}})()"""
+"""Has the next request for a path fail."""
 ROWS = "document.querySelectorAll('#requests tbody tr[data-id]')"
 
 
@@ -57,6 +68,7 @@ async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig
         await requests_in_flight_are_shown_first(rig, page)
         await nothing_is_wider_than_a_phone(page)
         await names_and_contrasts_are_as_they_should_be(page)
+        await history_is_asked_for_again_after_it_could_not_be_had(rig, page)
         await page_goes_on_when_the_proxy_comes_back(rig, page)
         await history_is_that_of_the_proxy_before(page)
         asked = [url for url in page.requested if not url.startswith(rig.admin_url + "/")]
@@ -248,11 +260,26 @@ async def names_and_contrasts_are_as_they_should_be(page: Page) -> None:
         assert await page.run("axe.run().then(r => r.passes.length)") > 20
 
 
+async def history_is_asked_for_again_after_it_could_not_be_had(rig: Rig, page: Page) -> None:
+    said = "document.querySelector('#history-sum').innerText"
+    before = await page.run(said)
+    await page.run(FAILS_ONCE.format("history"))
+    await rig.chat(asked_on("2026-11-22"), tools=TOOLS, max_tokens=2)
+    await page.until("window.hasFailed")
+    assert await page.run(said) == before
+    await rig.chat(asked_on("2026-11-23"), tools=TOOLS, max_tokens=2)
+    await page.until(f"{said} !== {before!r}")
+
+
 async def page_goes_on_when_the_proxy_comes_back(rig: Rig, page: Page) -> None:
     assert page.complaints == []
     port = rig.running.admin_port
     await rig.stop_proxy()
     await page.until("document.querySelector('#connection').className === 'gone'")
+    n_misses = await page.run(f"[...{ROWS}].filter(row => row.querySelector('.miss')).length")
+    assert 0 < n_misses < await page.run(f"{ROWS}.length")
+    await page.run("document.querySelector('#which [data-name=misses]').click()")
+    await page.until(f"{ROWS}.length === {n_misses}")
     rig.settings = msgspec.structs.replace(rig.settings, admin=f"127.0.0.1:{port}")
     await rig.start_proxy()
     await page.until("document.querySelector('#connection').innerText.startsWith('Live')")

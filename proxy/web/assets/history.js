@@ -38,6 +38,8 @@ export class History {
     try {
       this.#kept = await fetchJson("history");
       this.show({});
+    } catch {
+      this.#position = null; // the proxy is away
     } finally {
       this.#timer = null;
     }

@@ -74,7 +74,8 @@ export class Requests {
     const { onlyMisses, client, conversation } = chosen;
     const limit = conversation ? N_MORE : this.#nShown;
     const query = new URLSearchParams({ limit, misses: onlyMisses, client, conversation });
-    const { requests } = await fetchJson(`requests?${query}`);
+    const requests = await fetchJson(`requests?${query}`).then((found) => found.requests, () =>
+      this.#recent.filter((record) => this.#isChosen(record)).slice(0, limit)); // the proxy is away
     if (chosen !== this.#chosen) return; // others were chosen meanwhile
     this.#records = requests;
     this.#body.replaceChildren(...requests.map((record) => this.#row(record)));

@@ -105,7 +105,7 @@ export class Store {
     const cell = make("button", {
       type: "button", class: classes.join(" "), "data-node": node.id, title: `${nodeName(node)}: ${said.join(", ")}`,
       "aria-label": `${nodeName(node)}, ${said.join(", ")}${node.n_pinned ? ", pinned" : ""}`, "aria-pressed": String(node.id === this.#selected),
-      onclick: () => this.#select(node.id),
+      onclick: () => this.#select(node.id).catch(() => (this.#version = null)),
     }, make("span", { class: "title" }, nodeName(node)), make("span", { class: "quiet" }, said.join(" · ")));
     place(cell, area);
     cell.firstElementChild.style.webkitLineClamp = Math.max(1, Math.floor((area.height - 1.6 * LABEL_PX) / LINE_PX));
