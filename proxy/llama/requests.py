@@ -75,17 +75,13 @@ def counts_tokens(method: str, path: str) -> bool:
 
 def changes_server_state(method: str, path: str) -> bool:
     """Return whether a request changes slots or adapters behind the proxy's back."""
-    return method == "POST" and _is_of_state(path)
-
-
-def _is_of_state(path: str) -> bool:
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    return parts[:1] == ["slots"] or parts == ["lora-adapters"]
+    return method == "POST" and (parts[:1] == ["slots"] or parts == ["lora-adapters"])
 
 
 def is_known(path: str) -> bool:
     """Return whether the proxy treats a path specially."""
-    return path in _BY_PATH or _is_of_state(path) or counts_tokens("POST", path)
+    return path in _BY_PATH or changes_server_state("POST", path) or counts_tokens("POST", path)
 
 
 def unloads_models(method: str, path: str) -> bool:

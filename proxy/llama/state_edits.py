@@ -265,8 +265,13 @@ def repair_window(path: Path) -> bool:
     StateFileMalformed if the file is not a state file, OSError if it cannot be read or written.
     """
     state = read_state_file(path)
-    window = _cut_window(state)
-    if window is None:
+    if not has_window(state.layout):
+        return False
+    # Behind the window is nothing or a recurrent section (llama-kv-cache-iswa.cpp,
+    # llama-memory-hybrid-iswa.cpp).
+    whole, window, *others = state.sections or ()
+    is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
+    if not is_cut or [found.section.kind for found in others] not in ([], ["recurrent"]):
         return False
     with path.open("r+b") as file:
         file.seek(window.offset)
@@ -279,18 +284,3 @@ def repair_window(path: Path) -> bool:
         file.seek(window.offset + positions.index(lowest) * window.cell_bytes)
         file.write(struct.pack("<i", lowest - 1))
     return True
-
-
-def _cut_window(state: StateFile) -> FoundSection | None:
-    """Return the section of a sliding window that does not reach back to the first token.
-
-    It is the second attention section; behind it is nothing or a recurrent section
-    (llama-kv-cache-iswa.cpp, llama-memory-hybrid-iswa.cpp). None if there is no such section.
-    """
-    if not has_window(state.layout):
-        return None
-    whole, window, *others = state.sections or ()
-    if [found.section.kind for found in others] not in ([], ["recurrent"]):
-        return None
-    is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
-    return window if is_cut else None

@@ -123,7 +123,8 @@ async def attach(
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
     try:
-        process.asks_for_key = await _asks_for_key(process.upstream)
+        with suppress(UpstreamRefused):  # then it may ask for one
+            process.asks_for_key = not await process.upstream.takes_key({})
         shares = settings.share_between_api_keys
         process.is_one_tenant = not process.asks_for_key if shares is None else shares
         if process.is_one_tenant:
@@ -144,14 +145,6 @@ async def attach(
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
             process.note_clearing(clears=clears)
     return process
-
-
-async def _asks_for_key(upstream: LlamaServer) -> bool:
-    """Return whether llama-server, or a proxy before it, refuses requests without a key."""
-    try:
-        return not await upstream.takes_key({})
-    except UpstreamRefused:
-        return True
 
 
 async def _seen_clearing(upstream: LlamaServer) -> bool | None:

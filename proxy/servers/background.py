@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.messages import Kind
-from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
+from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, shared_tokens
@@ -187,8 +187,11 @@ async def verify_stored(shared: Shared) -> None:
         due_before = time.time() - VERIFY_SECONDS
         due = await asyncio.to_thread(shared.store.index.verified_before, due_before)
         for checkpoint_id in due:
-            if (checkpoint := shared.store.get(checkpoint_id)) is None:
+            checkpoint = shared.store.get(checkpoint_id)
+            if checkpoint is None or shared.store.is_quarantined(checkpoint):
                 continue
+            if checkpoint.verified_at >= due_before:
+                continue  # since the last commit: the index does not know it yet
             try:
                 await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
             except Exception as fault:
@@ -301,7 +304,9 @@ class Ahead:
         with await process.queue.lease(partial(_when_idle, process.slots, slot.id)) as lease:
             if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
-            begin = _n_reused(process, next_prompt, slot.id)
+            start = plan_in(process, next_prompt, slot.id).start
+            # How much the slot gives as it stands; all of it if more is to be done.
+            begin = len(tokens) if start.restored or start.erases else start.n_reused
             seconds = process.rates.evaluation_seconds(begin, len(tokens))
             if not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
@@ -324,9 +329,3 @@ class Ahead:
 
 def _when_idle(table: SlotTable, *slot_ids: SlotId) -> Choice[None] | None:
     return None if any(slot.is_leased for slot in table) else Choice(slot_ids, None)
-
-
-def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:
-    """Return how much of a prompt a slot gives as it stands; all of it if more is to be done."""
-    start = plan_in(process, prompt, slot_id).start
-    return prompt.n_tokens if start.restored or start.erases else start.n_reused

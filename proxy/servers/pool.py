@@ -195,8 +195,6 @@ class Pool(Addresses):
         The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
         for too long.
         """
-        if len(servers) == 1:
-            return servers[0], servers[0].process or await servers[0].ready()
         if attached := [(server, there) for server in servers if (there := server.process)]:
             return min(attached, key=lambda each: each[0].n_queued)
         waits = {asyncio.ensure_future(server.ready()): server for server in servers}

@@ -34,6 +34,8 @@ from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
 
+from cachetools import LRUCache
+
 from proxy.core.conditions import OF_PROCESS, DegradationKind
 from proxy.core.launch import Launch
 from proxy.core.slots import Empty
@@ -208,10 +210,6 @@ class Server(Watched):
         self._log = get_logger("lifecycle")
 
     @property
-    def name(self) -> str:
-        return self.upstream.target.name
-
-    @property
     def n_queued(self) -> int:
         """How many requests wait for a slot, or for llama-server."""
         return self.n_waiting + (self.process.n_queued if self.process else 0)
@@ -259,7 +257,7 @@ class Server(Watched):
     def require_loaded(self) -> None:
         """Raise UpstreamUnreachable while it is not loaded: llama-swap would load it for any call."""
         if self.phase is Phase.UNLOADED:
-            raise UpstreamUnreachable(f"{self.name} is not loaded")
+            raise UpstreamUnreachable(f"{self.upstream.target.name} is not loaded")
 
     async def watch(self) -> None:
         """Follow llama-server until cancelled."""
@@ -429,11 +427,11 @@ class FatalRequests:
 
     def __init__(self, store: CheckpointStore | None) -> None:
         self._store = store
-        self._deaths: dict[str, tuple[int, float]] = {}
+        self._deaths: LRUCache[str, tuple[int, float]] = LRUCache(_MAX_REMEMBERED)
         """By the hash of a request; while none is known, no hash is made."""
         if store is not None:
             with suppress(StoreFault):
-                self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
+                self._deaths.update(store.index.value(_NAME, dict[str, tuple[int, float]]) or {})
 
     def refuse(self, request: Request) -> None:
         """Raise ProxyError if llama-server has ended twice in a row during this request."""
@@ -455,10 +453,7 @@ class FatalRequests:
     async def note_death(self, request: Request) -> None:
         """Note that llama-server ended while it worked on a request."""
         n_before, key = self._n_deaths(request), key_of(request)
-        self._deaths.pop(key, None)
         self._deaths[key] = n_before + 1, time.time()
-        while len(self._deaths) > _MAX_REMEMBERED:
-            del self._deaths[next(iter(self._deaths))]
         await self._write()
 
     def _n_deaths(self, request: Request) -> int:
@@ -468,7 +463,7 @@ class FatalRequests:
     async def _write(self) -> None:
         if self._store is not None:
             with suppress(StoreFault):  # then the deaths are known only while the proxy runs
-                await self._store.put_value(_NAME, self._deaths)
+                await self._store.put_value(_NAME, dict(self._deaths))
 
 
 def key_of(request: Request) -> str:

@@ -226,7 +226,10 @@ async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     for (writer, namespace), theirs in sorted(found.items()):
         if metas := [each for each in theirs if each.kind == META]:
             newest = max(metas, key=lambda each: each.modified_at)
-            meta = await _read(bucket, sealing, newest)
+            meta: Meta | None = None
+            sealed = await bucket.read(newest.name)
+            with suppress(ValueError, StateDamaged):  # it was sealed with another key
+                meta = objects.decode_meta(sealing.open_whole(newest.name, sealed))
             share = Share(
                 host=meta.host if meta else "",
                 writer=writer,
@@ -238,13 +241,6 @@ async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
             )
             shares.append((share, meta.owner if meta else None))
     return [_with_reasons(share, owner, shares) for share, owner in shares]
-
-
-async def _read(bucket: Bucket, sealing: Sealing, each: Listed) -> Meta | None:
-    try:
-        return objects.decode_meta(sealing.open_whole(each.name, await bucket.read(each.name)))
-    except (ValueError, StateDamaged):
-        return None
 
 
 def _with_reasons(

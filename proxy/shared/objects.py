@@ -111,7 +111,7 @@ def meta_of(
     checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str, host: str = ""
 ) -> Meta:
     """Return what is told of a checkpoint in the shared *namespace*."""
-    seed = seed_of(namespace)
+    seed = Namespace(bytes.fromhex(namespace))
     points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
     return Meta(told, owner, list(steps(seed, tokens)), points, host)
@@ -120,15 +120,6 @@ def meta_of(
 def steps(seed: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     """Return the hashes of the prefixes of STEP_TOKENS, twice as many and so on."""
     return hash_prefixes(seed, tokens)[count_blocks(STEP_TOKENS) - 1 :: STEP_TOKENS // BLOCK_TOKENS]
-
-
-def seed_of(namespace: str) -> Namespace:
-    """Return with what prefixes are hashed that several machines compare."""
-    return Namespace(bytes.fromhex(namespace))
-
-
-def encode_meta(meta: Meta) -> bytes:
-    return msgspec.msgpack.encode(meta)
 
 
 def decode_meta(data: bytes) -> Meta:

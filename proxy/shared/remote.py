@@ -132,17 +132,14 @@ class Remote:
         except Gone:
             raise
         except SharedStoreFault as fault:
-            self.note_fault(operation, str(fault))
+            self._failing[operation] = self._failing.get(operation, 0) + 1
+            if operation in ("list", "fetch"):
+                self.has_failed.set()
+            self.metrics.shared_faults.labels(operation).inc()
+            self.degradations.begin(DegradationKind.SHARED_STORE_AWAY, f"{operation}: {fault}")
             raise
         if self._failing.pop(operation, 0) and not self._failing:
             self.degradations.end(DegradationKind.SHARED_STORE_AWAY)
-
-    def note_fault(self, operation: str, why: str) -> None:
-        self._failing[operation] = self._failing.get(operation, 0) + 1
-        if operation in ("list", "fetch"):
-            self.has_failed.set()
-        self.metrics.shared_faults.labels(operation).inc()
-        self.degradations.begin(DegradationKind.SHARED_STORE_AWAY, f"{operation}: {why}")
 
     def is_failing(self, *operations: str) -> bool:
         """Return whether any of these operations failed when it was last tried."""
@@ -150,8 +147,7 @@ class Remote:
 
     def pause_seconds(self, *operations: str) -> float:
         """Return how long to leave operations alone; 0 if all of them work."""
-        n_faults = max(self._failing.get(operation, 0) for operation in operations)
-        return backoff_seconds(n_faults) if n_faults else 0.0
+        return backoff_seconds(max(self._failing.get(each, 0) for each in operations))
 
     def note_transfer(self, call_seconds: float, n_bytes: int, seconds: float) -> None:
         """Learn from a transfer that answered after *call_seconds*, and sent *n_bytes* in *seconds*."""
@@ -168,7 +164,7 @@ class Remote:
         """
         if not self.known or not (folder := self.folder(namespace)):
             return
-        seed = objects.seed_of(folder)
+        seed = Namespace(bytes.fromhex(folder))
         refused = self.refused.union(c.shared_id for c in self.store.quarantined)
         digest = cache(partial(hash_whole, seed, tokens))
         reaching = self.index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
@@ -208,7 +204,7 @@ class Remote:
 
 def backoff_seconds(n_faults: int) -> float:
     """Return how long to wait after so many faults in a row."""
-    return min(_MOST_BACKOFF_SECONDS, 2.0 ** min(n_faults, 6))
+    return min(_MOST_BACKOFF_SECONDS, 2.0 ** min(n_faults, 6)) if n_faults else 0.0
 
 
 def _opened(path: Path) -> Index:

@@ -1,7 +1,7 @@
 """The transfers of states: from the shared store to this machine, and back.
 
-What comes down is opened, compared with its checksums and written as it comes. Then the parser of state
-files reads it, and it becomes an ordinary checkpoint; only then its tokens count. What goes up are states
+What comes down is opened and written as it comes, and then compared with its checksums. Then the parser of
+state files reads it, and it becomes an ordinary checkpoint; only then its tokens count. What goes up are states
 that were committed here, what spares most per byte first. An upload that was cut off, by whatever, is made
 again from its beginning under a new name.
 """
@@ -18,11 +18,12 @@ from math import inf
 from pathlib import Path
 from secrets import token_hex
 from socket import gethostname
+from typing import BinaryIO
 
-import xxhash
+import msgspec
 
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId, FilePart
+from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written
 from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_for, spared_per_byte
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
@@ -112,6 +113,8 @@ class Downloads:
                 return None
             came_at = time.monotonic()
             stamp = files.stamp(name)
+            if not await asyncio.to_thread(files.is_intact, name, checkpoint.content):
+                raise StateFileMalformed("it is not what its record says")
             state = await asyncio.to_thread(read_state_file, files.path(name))
             if len(state.tokens) != checkpoint.n_tokens:
                 raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
@@ -145,9 +148,9 @@ class Downloads:
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
         began, n_received, link = time.monotonic(), 0, self._remote.link
         opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
-        arrival = Arrival(path, checkpoint.content, opening)
         size, n_next = checkpoint.size_bytes, bytes_at_once(checkpoint.size_bytes, link)
-        try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file, suppress(TimeoutError):
             with self._remote.trying("fetch"):
                 async with (
                     aclosing(self._stream(checkpoint)) as stream,
@@ -158,13 +161,10 @@ class Downloads:
                         self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
                         seconds = seconds_for(n_received + n_next, size, limit_seconds, link)
                         left.reschedule(began + seconds)
-                        await asyncio.to_thread(arrival.take, chunk)
-            await asyncio.to_thread(arrival.end)
-        except TimeoutError:
-            return False
-        finally:
-            arrival.close()
-        return True
+                        await asyncio.to_thread(_write, file, opening.take(chunk), size)
+            await asyncio.to_thread(_write, file, opening.last(), size)
+            return True
+        return False
 
     async def _touch(self, checkpoint: Checkpoint) -> None:
         """Let the writer of a state know that somebody has read it."""
@@ -172,55 +172,12 @@ class Downloads:
             await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
 
 
-class Arrival:
-    """One file that is on its way, and how much of it was compared with the digests of its parts.
-
-    Everything here is for another thread.
-    """
-
-    def __init__(self, path: Path, parts: Iterable[FilePart], opening: Opening) -> None:
-        """Create the file; raises OSError."""
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", 0)
-        self._parts, self._opening = iter(parts), opening
-        self._digest, self._left_bytes = xxhash.xxh3_128(), 0
-        self._part: FilePart | None = None
-        self._next_part()
-
-    def take(self, data: bytes) -> None:
-        """Write what has come; raises StateFileMalformed or StateDamaged if it was not saved so."""
-        for plain in self._opening.take(data):
-            self._write(plain)
-
-    def end(self) -> None:
-        """Write the rest; raises StateFileMalformed or StateDamaged if something is missing."""
-        for plain in self._opening.last():
-            self._write(plain)
-        if self._part is not None:
-            raise StateFileMalformed("it was cut off")
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            if self._part is None:
-                raise StateFileMalformed("it is longer than its record says")
-            some = view[: self._left_bytes]
-            self._digest.update(some)
-            self._file.write(some)
-            self._left_bytes -= len(some)
-            view = view[len(some) :]
-            if not self._left_bytes:
-                if self._digest.digest() != self._part.digest:
-                    raise StateFileMalformed("its checksum differs")
-                self._next_part()
-
-    def _next_part(self) -> None:
-        self._part = next(self._parts, None)
-        self._digest, self._left_bytes = xxhash.xxh3_128(), self._part.n_bytes if self._part else 0
-        if self._part is not None and self._left_bytes <= 0:
-            raise StateFileMalformed("its record has an empty part")
+def _write(file: BinaryIO, pieces: Iterable[bytes], most_bytes: int) -> None:
+    """Write what has come; raises StateFileMalformed or StateDamaged if it was not saved so."""
+    for piece in pieces:
+        file.write(piece)
+        if file.tell() > most_bytes:
+            raise StateFileMalformed("it is longer than its record says")
 
 
 class Uploads:
@@ -284,8 +241,8 @@ class Uploads:
                         await self._upload(checkpoint)
                     self._pending.discard(checkpoint.id)
                 while self._outdated:
-                    await self._remote.delete(self._outdated[-1])
-                    self._outdated.pop()
+                    await self._remote.delete(self._outdated[0])  # meanwhile others are appended
+                    self._outdated.pop(0)
             except CacheFault as fault:
                 self._remote.log.info("an upload waits", why=str(fault))
                 await asyncio.sleep(self._remote.pause_seconds("upload", "delete") or 1.0)
@@ -340,7 +297,7 @@ class Uploads:
         await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
         name = objects.name_of(folder, shared_id, META)
-        record = b"".join(remote.sealing.seal(name, [objects.encode_meta(meta)]))
+        record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))
         await remote.bucket.write(name, [record], len(record))
         entry = objects.entry_of(meta, shared_id, namespace)
         await remote.enter(entry)

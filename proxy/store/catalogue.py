@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written, scarcity, why_refused
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, end_of_block, hash_prefixes
 from proxy.errors import WRITE_BUDGET, NoRoom
-from proxy.store.directory import Summed
 from proxy.store.index import Index
 
 WRITTEN = "written"
@@ -149,12 +149,12 @@ class Catalogue:
     `version` changes with every record.
     """
 
-    def __init__(self, index: Index, summed: Summed) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
         self.version = 0
-        self.size_bytes, self.pinned_bytes = summed.size_bytes, summed.pinned_bytes
+        self.size_bytes, self.pinned_bytes = 0, 0
         """The bytes of all files, and of pinned files, which count in the budget too."""
-        self._n = summed.n_checkpoints
+        self._n = 0
         self._changed: dict[CheckpointId, Checkpoint] = {}
         """Records that are newer than the index."""
         self._asked: dict[CheckpointId, dict[int, float]] = {}
@@ -164,7 +164,14 @@ class Catalogue:
         self._devalued: deque[CheckpointId] = deque(maxlen=_N_DEVALUED)
         self._going: dict[CheckpointId, Checkpoint] = {}
         self._in_use: Counter[CheckpointId] = Counter()
-        self._quarantined: set[CheckpointId] = set(summed.quarantined)
+        self._quarantined: set[CheckpointId] = set()
+        for checkpoint_id, summary in index.summaries():
+            self._n += 1
+            self.size_bytes += summary.size_bytes
+            if summary.score == inf:
+                self.pinned_bytes += summary.size_bytes
+            if not summary.score:
+                self._quarantined.add(checkpoint_id)
         # A restore from the page cache is several times faster than one from the disk. The kernel is asked
         # at the start; then the files last used count as cached, up to half of the memory available.
         self._warm: LRUCache[CheckpointId, int] = LRUCache(page_cache_bytes(), getsizeof=int)
@@ -284,21 +291,11 @@ class Catalogue:
             known.pop(checkpoint_id, None)
         self._quarantined.discard(checkpoint_id)
 
-    @property
-    def changed(self) -> list[Checkpoint]:
-        """The records newer than those in the index."""
-        return list(self._changed.values())
-
     def note_written(self, records: Iterable[Checkpoint]) -> None:
         """Note that the index has these records now."""
         for record in records:
             if self._changed.get(record.id) is record:
                 del self._changed[record.id]
-
-    def take_scores(self) -> dict[CheckpointId, float]:
-        """Return the scores newer than those in the index, each only once."""
-        scores, self._scores = self._scores, {}
-        return scores
 
     # Finding checkpoints.
 

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import inf
 from pathlib import Path
 from secrets import token_bytes
 from tempfile import TemporaryDirectory
@@ -24,14 +23,7 @@ import xxhash
 
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import TokenIds, hash_prefixes
-from proxy.errors import (
-    IndexDamaged,
-    StateDamaged,
-    StateFileMalformed,
-    StoreFault,
-    StoreLocked,
-    in_words,
-)
+from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.files import read_state_file
 from proxy.store.files import (
     FileStamp,
@@ -42,7 +34,7 @@ from proxy.store.files import (
     sync_names,
     temporary_name_of,
 )
-from proxy.store.index import NOTHING_NEWER, Entry, Index, Newer, Summary
+from proxy.store.index import NOTHING_NEWER, REBUILD, Entry, Index, Newer
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
@@ -121,6 +113,17 @@ def decode_sidecar(data: bytes) -> Sidecar | None:
     return None
 
 
+def read_sidecar(files: StateFiles, name: str) -> Sidecar | None:
+    """Return the record beside the state *name*, None if it is gone or damaged; raises OSError."""
+    try:
+        with files.path(files.sidecar_name(name)).open("rb") as file:
+            data = file.read(MOST_RECORD_BYTES)
+    except FileNotFoundError:
+        return None
+    sidecar = decode_sidecar(data)
+    return sidecar if sidecar and sidecar.checkpoint.file_name == name else None
+
+
 UNREADABLE = "a state cannot be read"
 _NOT_AS_SAVED = "a state is not what its record says"
 
@@ -144,28 +147,6 @@ class Rebuild:
         told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
         lost = f"; lost: {', '.join(told)}" if told else "; no state is lost"
         return f"{self.reason}; {self.n_entered} entered again{lost}"
-
-
-@dataclass
-class Summed:
-    """The sums over a directory, and the numbers of entries and files that were removed as incomplete."""
-
-    n_checkpoints: int = 0
-    size_bytes: int = 0
-    pinned_bytes: int = 0
-    quarantined: list[CheckpointId] = field(default_factory=list)
-    n_entries_removed: int = 0
-    n_files_removed: int = 0
-    ignored: list[str] = field(default_factory=list)
-    """Links and directories that are named like files of the store."""
-
-    def add(self, checkpoint_id: CheckpointId, summary: Summary) -> None:
-        self.n_checkpoints += 1
-        self.size_bytes += summary.size_bytes
-        if summary.score == inf:
-            self.pinned_bytes += summary.size_bytes
-        if not summary.score:
-            self.quarantined.append(checkpoint_id)
 
 
 class StoreDirectory:
@@ -213,7 +194,7 @@ class StoreDirectory:
             if not mends_index:
                 raise IndexDamaged(path, flaw)
             self.make_index_anew(flaw)
-        elif (reason := self.index.rebuild_reason) is not None:
+        elif (reason := self.index.value(REBUILD, str)) is not None:
             if not self._states_without_entry():
                 self.index.end_rebuild()  # a new directory
             elif mends_index:
@@ -267,39 +248,28 @@ class StoreDirectory:
             sidecar = Sidecar(checkpoint, known.get(checkpoint.namespace))
             self.files.write_whole(name, encode_sidecar(sidecar))
 
-    def read_sidecar(self, name: str) -> Sidecar | None:
-        """Return the record beside the state *name*, None if it is gone or damaged; raises OSError."""
-        try:
-            with self.files.path(self.files.sidecar_name(name)).open("rb") as file:
-                data = file.read(MOST_RECORD_BYTES)
-        except FileNotFoundError:
-            return None
-        sidecar = decode_sidecar(data)
-        return sidecar if sidecar and sidecar.checkpoint.file_name == name else None
-
     # Comparing index and files, and making the index anew.
 
-    def sweep(self) -> Summed:
-        """Remove entries without a file, and files without an entry; return the sums of the rest.
+    def sweep(self) -> tuple[int, int, list[str]]:
+        """Remove entries without a file, and files without an entry; return how many of each.
+
+        Also returns the names of links and directories that are named like files of the store.
 
         Only names are compared: the content and size of a file are verified before its use.
         """
-        states, beside, swept = set[CheckpointId](), set[CheckpointId](), Summed()
+        states, beside = set[CheckpointId](), set[CheckpointId]()
+        n_files, ignored = 0, list[str]()
         for name, is_file in [*self.files.entries()]:  # some of them are removed
             if not is_file:
-                swept.ignored.append(name)
+                ignored.append(name)
             elif name.endswith(".state"):
                 states.add(id_of(name))
             elif name.endswith(".meta"):
                 beside.add(id_of(name))
             else:
                 self.files.remove(name)
-                swept.n_files_removed += 1
-        entered = set[CheckpointId]()
-        for checkpoint_id, summary in self.index.summaries():
-            entered.add(checkpoint_id)
-            if checkpoint_id in states:
-                swept.add(checkpoint_id, summary)
+                n_files += 1
+        entered = set(self.index.ids())
         broken = entered - states
         for checkpoint in self._records(broken):
             self.remove(checkpoint)
@@ -308,21 +278,11 @@ class StoreDirectory:
         orphans = (states | beside) - entered - set(map(id_of, lost))
         for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
             self.files.remove(name)
-            swept.n_files_removed += 1
-        swept.n_entries_removed = len(broken)
-        return swept
+            n_files += 1
+        return len(broken), n_files, ignored
 
     def _records(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
         return (record for i in ids if (record := self.index.record(i)) is not None)
-
-    def has_file(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the state file of a checkpoint is there and has its size."""
-        try:
-            return self.files.stamp(checkpoint.file_name)[1] == checkpoint.size_bytes
-        except (FileNotFoundError, StateDamaged):
-            return False
-        except OSError:  # an unreadable file may still be whole
-            return True
 
     def make_index_anew(self, reason: str) -> None:
         """Forget all entries, and enter all states again."""
@@ -360,20 +320,20 @@ class StoreDirectory:
         The model and tenant of the state are entered at once.
         """
         try:
-            if (sidecar := self.read_sidecar(name)) is None:
+            if (sidecar := read_sidecar(self.files, name)) is None:
                 return "the record beside a state is gone or damaged"
             if sidecar.owner is None:
                 return "it is not known which model a state is of"
             namespace = introduce(self.index, sidecar.owner)
             checkpoint = replace(sidecar.checkpoint, namespace=namespace)
-            tokens = read_state_file(self.files.path(name)).tokens
+            state = read_state_file(self.files.path(name))
         except StateFileMalformed:
             return _NOT_AS_SAVED
         except OSError:
             return UNREADABLE
-        if len(tokens) != checkpoint.n_tokens or not self.has_file(checkpoint):
+        if (len(state.tokens), state.size_bytes) != (checkpoint.n_tokens, checkpoint.size_bytes):
             return _NOT_AS_SAVED
-        return checkpoint, tokens, hash_prefixes(namespace, tokens)
+        return checkpoint, state.tokens, hash_prefixes(namespace, state.tokens)
 
 
 def _secret(path: Path) -> bytes:

@@ -77,7 +77,7 @@ _SCORE_BYTES = 8
 _PLACES_AT_ONCE = 64
 _TOKEN_BYTES = 4
 _RECORDS = msgspec.msgpack.Decoder(Checkpoint)
-_REBUILD = "rebuild"
+REBUILD = "rebuild"
 _DATABASES: dict[bytes, dict[str, Any]] = {
     b"checkpoints": {},
     b"tokens": {},
@@ -129,7 +129,7 @@ class Index:
         if found is None and not self._is_readonly:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
-                self._put_value(txn, _REBUILD, "it was not there")
+                self._put_value(txn, REBUILD, "it was not there")
         elif found != FORMAT_VERSION:
             self.close()
             if found is not None and found < FORMAT_VERSION:
@@ -155,25 +155,17 @@ class Index:
             with self._env.begin(write=True) as txn:
                 yield txn
 
-    @property
-    def rebuild_reason(self) -> str | None:
-        """Why states may lack an entry in the index; None if all have one.
-
-        A new index has no entries, so it begins with such a reason.
-        """
-        return self.value(_REBUILD, str)
-
     def begin_rebuild(self, reason: str) -> None:
         """Forget all checkpoints, to enter them again."""
         with self._writing() as txn:
             of_checkpoints = (self._checkpoints, self._tokens, self._prefixes)
             for database in (*of_checkpoints, self._summaries, self._order):
                 txn.drop(database, delete=False)
-            self._put_value(txn, _REBUILD, reason)
+            self._put_value(txn, REBUILD, reason)
 
     def end_rebuild(self) -> None:
         with self._writing() as txn:
-            txn.delete(_REBUILD.encode(), db=self._values)
+            txn.delete(REBUILD.encode(), db=self._values)
 
     def inconsistency(self, *, reads_all: bool = False) -> str:
         """Return which entries do not fit together, in words; empty if they all do.

@@ -33,8 +33,9 @@ from proxy.store.directory import (
     StoreDirectory,
     decode_sidecar,
     encode_sidecar,
+    read_sidecar,
 )
-from proxy.store.files import StateFiles, final_name_of, id_of, replacing
+from proxy.store.files import StateFiles, final_name_of, id_of, is_state_name, replacing
 from proxy.store.known_models import Owner, introduce, namespace_of, owners
 
 Note = Callable[[int], object]
@@ -137,7 +138,7 @@ def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> Pr
         return ProblemKind.TOKENS_DIFFER
     if store.index.n_missing(checkpoint.id, hash_prefixes(checkpoint.namespace, in_file)):
         return ProblemKind.NOT_FOUND
-    return None if store.read_sidecar(name) else ProblemKind.RECORD_GONE
+    return None if read_sidecar(store.files, name) else ProblemKind.RECORD_GONE
 
 
 def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
@@ -178,11 +179,8 @@ def read_records(files: StateFiles) -> list[Sidecar]:
 
     A state without an intact record is left out: `check --fix` writes its record again.
     """
-    records = []
-    for name in sorted(files.names()):
-        with suppress(FileNotFoundError):  # the proxy has deleted it meanwhile
-            if name.endswith(".meta") and (record := decode_sidecar(files.path(name).read_bytes())):
-                records.append(record)
+    states = sorted(filter(is_state_name, files.names()))
+    records = [record for name in states if (record := read_sidecar(files, name))]
     if not records:
         raise StoreFault(f"there is no store in {files.directory}: no proxy has ever used it")
     return records
@@ -347,7 +345,7 @@ def _enter(
     """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists."""
     before = namespace_of(store.index, owner), record.content
     same = [c for c in there if (c.namespace, c.content) == before]
-    if any(store.has_file(checkpoint) for checkpoint in same):
+    if any(store.files.size_bytes(c.file_name) == c.size_bytes for c in same):
         return None
     free_bytes, reserve_bytes = store.files.free_bytes(), store.files.reserve_bytes()
     if record.size_bytes > free_bytes - reserve_bytes:

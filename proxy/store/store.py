@@ -20,7 +20,7 @@ from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import WRITTEN, Budget, Catalogue
-from proxy.store.directory import StoreDirectory, Summed
+from proxy.store.directory import StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Newer
 from proxy.store.known_models import owners
@@ -29,8 +29,6 @@ T = TypeVar("T")
 _READ_ONLY = "the directory is read-only"
 N_NEWEST = 100
 """Of so many checkpoints the kernel is asked whether their files are in the page cache."""
-_MOST_CHANGED = 1000
-"""How many changed records wait for the next commit; more are written without a commit."""
 
 
 class CheckpointStore(Catalogue):
@@ -52,9 +50,9 @@ class CheckpointStore(Catalogue):
         self.files, self.secret = self._directory.files, self._directory.secret
         try:
             swept = self._directory.sweep()
-            super().__init__(self._directory.index, swept)
+            super().__init__(self._directory.index)
             self.writes = Budget(max_bytes, max_write_bytes_per_day, self.index)
-            self.report = self._reported(swept)
+            self.report = self._reported(*swept)
             for checkpoint in reversed([*self.newest(N_NEWEST)]):
                 if self.files.is_cached(checkpoint.file_name):
                     self.note_read(checkpoint)
@@ -67,7 +65,7 @@ class CheckpointStore(Catalogue):
         # LMDB allows one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _reported(self, swept: Summed) -> dict[str, object]:
+    def _reported(self, n_entries: int, n_files: int, ignored: list[str]) -> dict[str, object]:
         """Bring the store within its budget; return the numbers of checkpoints found and removed."""
         n_over = 0 if self.files.is_readonly else self.size_bytes - self.writes.max_bytes
         victims = self.victims(n_over, Present(time.time()))
@@ -76,18 +74,18 @@ class CheckpointStore(Catalogue):
             self._directory.remove(victim)
             self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
-        self.removals[Removal.BROKEN] += swept.n_entries_removed
+        self.removals[Removal.BROKEN] += n_entries
         report: dict[str, object] = {
             "n_checkpoints": len(self),
-            "n_entries_without_file": swept.n_entries_removed,
-            "n_files_without_entry": swept.n_files_removed,
+            "n_entries_without_file": n_entries,
+            "n_files_without_entry": n_files,
             "n_over_budget": len(victims),
         }
         rebuild = self._directory.rebuild
         if rebuild and (rebuild.n_entered or rebuild.lost):
             report["index_made_anew"] = rebuild.words
-        if swept.ignored:
-            report["no_regular_files"] = sorted(swept.ignored)
+        if ignored:
+            report["no_regular_files"] = sorted(ignored)
         tenants = {owner.tenant for _, owner in owners(self.index)}
         if strange := [t for t in tenants if is_of_other_secret(self.secret, t)]:
             report["api_keys_of_another_secret"] = len(strange)
@@ -190,11 +188,6 @@ class CheckpointStore(Catalogue):
         self.note_verified(checkpoint)
         if not bytes_per_second:
             self.note_read(checkpoint)
-        elif len(self.changed) > _MOST_CHANGED:
-            newer = self._newer()
-            with suppress(StoreFault):
-                work = partial(self.index.put, newer=newer)
-                await self.write(work, then=lambda _: self.note_written(newer.checkpoints))
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
         """Remove a checkpoint and all that may stem from it; raises StoreFault if that fails."""
@@ -303,7 +296,8 @@ class CheckpointStore(Catalogue):
         return checkpoint
 
     def _newer(self) -> Newer:
-        return Newer(self.changed, self.take_scores(), {WRITTEN: self.writes.written})
+        scores, self._scores = self._scores, {}  # each is written only once
+        return Newer([*self._changed.values()], scores, {WRITTEN: self.writes.written})
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""

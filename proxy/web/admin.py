@@ -400,7 +400,7 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
         "servers": [
             {
                 # The model's name, if the address has several models.
-                "name": server.name,
+                "name": server.upstream.target.name,
                 "build": process.build,
                 "rule": process.rule.kind.value,
                 "n_ctx": process.n_ctx,

@@ -26,7 +26,7 @@ from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart,
 from proxy.core.plan import promising
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, tokens_from_bytes
 from proxy.store.catalogue import Catalogue
-from proxy.store.directory import Summed, keep_proxies_out
+from proxy.store.directory import keep_proxies_out
 from proxy.store.index import Entry, Index
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_to_the_end
@@ -108,7 +108,7 @@ def measure(folder: Path, n_checkpoints: int) -> None:
         catalogue: Catalogue = CheckpointStore(folder, UNLIMITED)
         assert len(catalogue) == n_checkpoints
     else:
-        catalogue = Catalogue(Index(folder / "index"), Summed())
+        catalogue = Catalogue(Index(folder / "index"))
     times: Times = {"opening": (1000 * (time.perf_counter() - began), 0.0)}
     times |= {way: _percentiles(look) for way, look in _lookups(catalogue).items()}
     present = Present(time.time())

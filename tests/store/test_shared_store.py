@@ -334,6 +334,27 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         await a.store.remove(saved, Removal.BUDGET)
 
 
+async def test_states_that_are_withdrawn_while_another_is_being_deleted_go_too(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked, is_let_go = asyncio.Event(), asyncio.Event()
+    async with start("a") as a:
+        delete = a.tier.remote.delete
+
+        async def delete_late(checkpoint: Checkpoint) -> None:
+            is_asked.set()
+            await is_let_go.wait()
+            await delete(checkpoint)
+
+        monkeypatch.setattr(a.tier.remote, "delete", delete_late)
+        saved = [await a.save(run_of(3000, start=n)) for n in (0, 50_000, 100_000)]
+        for checkpoint in saved:
+            a.tier.uploads.withdraw(checkpoint)
+            await is_asked.wait()
+        is_let_go.set()
+        await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
+
+
 async def test_superseded_state_goes_from_the_shared_store_and_one_that_made_room_stays(
     start: Start, tmp_path: Path
 ) -> None:

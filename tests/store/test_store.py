@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from proxy.core.tokens import (
 )
 from proxy.errors import StateDamaged, StoreFault, StoreLocked
 from proxy.llama.connection import EventLoop
+from proxy.servers import background
 from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
@@ -455,6 +457,33 @@ async def test_damaged_file_that_cannot_be_removed_is_offered_no_more(
     with pytest.raises(StoreFault, match="full"):
         await use(store, checkpoint)
     assert found(store, run_of(300)) == []
+
+
+async def test_background_verifies_each_state_once_though_nothing_is_committed_meanwhile(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_VERIFY_LOOK_SECONDS", 0.0)
+    states = [new_state(store, run_of(100, start=n), verified_at=0.0) for n in (0, 1000, 2000)]
+    committed = [await store.commit(*state) for state in states]
+    verify, look = store.verify, store.index.verified_before
+    verified, looks = list[CheckpointId](), list[list[CheckpointId]]()
+
+    async def note(found: Checkpoint, **how: Any) -> None:
+        verified.append(found.id)
+        await verify(found, **how)
+
+    def note_look(time: float) -> list[CheckpointId]:
+        looks.append([*look(time)])
+        return looks[-1]
+
+    monkeypatch.setattr(store, "verify", note)
+    monkeypatch.setattr(store.index, "verified_before", note_look)
+    shared: Any = SimpleNamespace(opened_store=store, store=store)
+    verifying = asyncio.ensure_future(background.verify_stored(shared))
+    await until(lambda: len(looks) > 3)
+    verifying.cancel()
+    assert looks[-1], "the index does not know it yet"
+    assert sorted(verified) == sorted(checkpoint.id for checkpoint in committed)
 
 
 async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(

@@ -9,7 +9,6 @@ import pytest
 from proxy.core.model import CheckpointId
 from proxy.core.tokens import token_ids
 from proxy.store.catalogue import Catalogue, page_cache_bytes
-from proxy.store.directory import Summed
 from proxy.store.index import Index
 from tests.lab.page_cache import can_tell, folder_on_disk, forget
 from tests.store.conftest import new_state, opened, run_of
@@ -30,7 +29,7 @@ def index(tmp_path: Path) -> Iterator[Index]:
 def catalogue(monkeypatch: pytest.MonkeyPatch, index: Index, max_bytes: int) -> Catalogue:
     """Return a catalogue of three checkpoints beside a page cache of *max_bytes*."""
     monkeypatch.setattr("proxy.store.catalogue.page_cache_bytes", lambda: max_bytes)
-    warm = Catalogue(index, Summed())
+    warm = Catalogue(index)
     for each in (ONE, TWO, THREE):
         index.put((each, token_ids(()), ()))
         warm.enter(each)

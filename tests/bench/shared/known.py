@@ -9,9 +9,10 @@ from secrets import token_hex
 from statistics import median
 
 import aiohttp
+import msgspec
 import numpy as np
 
-from proxy.core.tokens import token_ids
+from proxy.core.tokens import Namespace, token_ids
 from proxy.metrics import PREFIX
 from proxy.shared import objects
 from tests.bench.moving import new_folder
@@ -104,7 +105,7 @@ def _multiply(bucket: Path) -> int:
     """Put records beside a real one, as if many conversations were there; return their bytes."""
     real = next(bucket.rglob("*.meta"))
     meta, namespace = objects.decode_meta(real.read_bytes()), real.parent.name
-    seed, rng, n_bytes = objects.seed_of(namespace), np.random.default_rng(18), 0
+    seed, rng, n_bytes = Namespace(bytes.fromhex(namespace)), np.random.default_rng(18), 0
     for number in range(N_STATES):
         tokens = token_ids(rng.integers(0, 1 << 15, N_TOKENS).tolist())
         told = replace(
@@ -113,7 +114,7 @@ def _multiply(bucket: Path) -> int:
         hashes = list(map(bytes, objects.steps(seed, tokens)))
         made = objects.Meta(told, meta.owner, hashes, {})
         shared_id = objects.new_id(time.time() - number, token_hex(4), token_hex(8))
-        data = objects.encode_meta(made)
+        data = msgspec.msgpack.encode(made)
         n_bytes += len(data)
         real.with_name(f"{shared_id}.meta").write_bytes(data)
     return n_bytes
