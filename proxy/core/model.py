@@ -324,13 +324,17 @@ def derive(
     return Rule(kind, FULL_WINDOW_TOKENS if has_every_position and not holds_at_end else 0)
 
 
-def after_save(rule: Rule, *, has_every_position: bool) -> Rule:
-    """Return the rule after another save: a state whose file lacks positions cannot be cut anywhere.
+def after_save(rule: Rule, *, has_every_position: bool, window_tokens: int = 0) -> Rule:
+    """Return the rule after another save, whose file may show a full window of *window_tokens*.
 
-    With --swa-full such a file is the only sign of a sliding window.
+    A state whose file lacks positions cannot be cut anywhere: with --swa-full such a file is the only sign
+    of a sliding window. A state that fills its window can be continued at its end.
     """
-    is_cut = rule.kind is RuleKind.ANY_PREFIX and not has_every_position
-    return replace(rule, kind=RuleKind.END_ONLY) if is_cut else rule
+    if rule.kind is RuleKind.ANY_PREFIX and not has_every_position:
+        return replace(rule, kind=RuleKind.END_ONLY)
+    if 0 < window_tokens < rule.end_holds_from:
+        return replace(rule, end_holds_from=window_tokens + 1)
+    return rule
 
 
 @dataclass(frozen=True, slots=True)

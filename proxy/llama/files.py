@@ -290,6 +290,13 @@ class StateFile:
         )
 
     @property
+    def window_tokens(self) -> int:
+        """How many tokens the sliding window of the model holds; 0 if none is full, or nobody can tell."""
+        attention = (f.n_cells for f in self.sections or () if f.section.kind == "attention")
+        n_least = min(attention, default=0)
+        return n_least if n_least < len(self.tokens) else 0
+
+    @property
     def recurrent_bytes(self) -> int:
         """The size of the recurrent states in the file, those of its context checkpoints included."""
         rows = (f.section.rows for f in self.sections or () if f.section.kind == "recurrent")

@@ -195,7 +195,11 @@ class SlotSaves:
             self._table.refine(slot_id, held, replace(told, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
         self._table.refine(slot_id, now, also_saved(now, namespace, state.tokens, points))
-        rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
+        rule = after_save(
+            self._process.rule,
+            has_every_position=state.has_every_position,
+            window_tokens=state.window_tokens,
+        )
         if rule != self._process.rule:
             await self._process.learn_rule(rule)
         self._metrics.saves.labels("done").inc()

@@ -1,9 +1,9 @@
 """The transfers of states: from the shared store to this machine, and back.
 
 What comes down is opened and written as it comes, and then compared with its checksums. Then the parser of
-state files reads it, and it becomes an ordinary checkpoint; only then its tokens count. What goes up are states
-that were committed here, what spares most per byte first. An upload that was cut off, by whatever, is made
-again from its beginning under a new name.
+state files reads it, and it becomes an ordinary checkpoint; only then its tokens count. What goes up are
+states that were committed here, what spares most per byte first. An upload that was cut off, by whatever,
+is made again from its beginning under a new name.
 """
 
 import asyncio

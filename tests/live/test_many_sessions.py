@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core.launch import Launch
+from proxy.core.model import FULL_WINDOW_TOKENS
 from tests.lab.conversation import (
     Message,
     agent_requests,
@@ -192,3 +193,15 @@ async def test_requests_with_the_same_new_header_at_once_evaluate_it_once(
         before = await evaluated(rig)
         await asyncio.gather(*(chat(rig, messages) for messages in requests))
         assert await evaluated(rig) - before <= n_new + 2 * SLACK_TOKENS
+
+
+async def test_short_header_at_once_is_evaluated_once_behind_a_sliding_window(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("swa", n_slots=2, **NEVER_IDLE) as rig:
+        await chat(rig, [system(500, seed=3), user(1)], tools=[])  # its file shows the window
+        before = await evaluated(rig)
+        asked = (rig.chat([system(400, seed=5), user(seed)], max_tokens=4) for seed in (1, 2))
+        lengths = [reply["usage"]["prompt_tokens"] for reply in await asyncio.gather(*asked)]
+        assert max(lengths) < FULL_WINDOW_TOKENS
+        assert await evaluated(rig) - before < 1.3 * max(lengths)

@@ -1,9 +1,20 @@
 """The rule that files and measured probes bear out, for every kind of memory that was measured."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
-from proxy.core.model import NO_RULE, RestoreProbe, Rule, RuleKind, after_save, derive, judge
+from proxy.core.model import (
+    FULL_WINDOW_TOKENS,
+    NO_RULE,
+    RestoreProbe,
+    Rule,
+    RuleKind,
+    after_save,
+    derive,
+    judge,
+)
 
 N_BACK = 20
 
@@ -137,6 +148,15 @@ def test_rule_after_a_save_of_a_cut_window_is_no_longer_any_prefix() -> None:
     assert after_save(full, has_every_position=True) == full
     assert after_save(full, has_every_position=False) == end_only
     assert after_save(end_only, has_every_position=False) == end_only
+
+
+def test_states_that_fill_the_window_are_relied_on_once_a_file_has_shown_its_size() -> None:
+    rule = Rule(RuleKind.RESTORE_POINTS, FULL_WINDOW_TOKENS)
+    assert after_save(rule, has_every_position=True) == rule
+    learned = after_save(rule, has_every_position=False, window_tokens=512)
+    assert learned == replace(rule, end_holds_from=513)
+    assert after_save(learned, has_every_position=False, window_tokens=512) == learned
+    assert after_save(rule, has_every_position=False, window_tokens=4096) == rule
 
 
 def test_rule_is_read_as_it_was_remembered() -> None:
