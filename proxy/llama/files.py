@@ -291,10 +291,14 @@ class StateFile:
 
     @property
     def window_tokens(self) -> int:
-        """How many tokens the sliding window of the model holds; 0 if none is full, or nobody can tell."""
-        attention = (f.n_cells for f in self.sections or () if f.section.kind == "attention")
-        n_least = min(attention, default=0)
-        return n_least if n_least < len(self.tokens) else 0
+        """How many tokens the sliding window of the model holds; 0 if it is not full, or nobody can tell.
+
+        The window is the second attention section (llama-kv-cache-iswa.cpp).
+        """
+        if not has_window(self.layout):
+            return 0
+        whole, window, *_ = self.sections or ()
+        return window.n_cells if window.n_cells < whole.n_cells == len(self.tokens) else 0
 
     @property
     def recurrent_bytes(self) -> int:

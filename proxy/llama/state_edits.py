@@ -265,13 +265,11 @@ def repair_window(path: Path) -> bool:
     StateFileMalformed if the file is not a state file, OSError if it cannot be read or written.
     """
     state = read_state_file(path)
-    if not has_window(state.layout):
+    if not state.window_tokens:
         return False
-    # Behind the window is nothing or a recurrent section (llama-kv-cache-iswa.cpp,
-    # llama-memory-hybrid-iswa.cpp).
-    whole, window, *others = state.sections or ()
-    is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
-    if not is_cut or [found.section.kind for found in others] not in ([], ["recurrent"]):
+    _, window, *others = state.sections or ()
+    # Behind the window is nothing or a recurrent section (llama-memory-hybrid-iswa.cpp).
+    if [found.section.kind for found in others] not in ([], ["recurrent"]):
         return False
     with path.open("r+b") as file:
         file.seek(window.offset)

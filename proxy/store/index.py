@@ -78,6 +78,7 @@ _PLACES_AT_ONCE = 64
 _TOKEN_BYTES = 4
 _RECORDS = msgspec.msgpack.Decoder(Checkpoint)
 REBUILD = "rebuild"
+"""Names the reason why states may lack an entry; a new index has no entries, and begins with one."""
 _DATABASES: dict[bytes, dict[str, Any]] = {
     b"checkpoints": {},
     b"tokens": {},
