@@ -18,6 +18,7 @@ from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks
+from proxy.serving.queue import replaced
 from proxy.tasks import Turn, wait_for
 
 _FIRST_LOOK_SECONDS = 0.005
@@ -37,7 +38,7 @@ class SimilarRequest(CachedRequest):
     async def _send(self, *, can_reuse: bool) -> Answer:
         slot_id = self._plan.slot_id
         if not can_reuse:
-            await self._process.finish(self._lease, self._process.overwrite(slot_id))
+            await self._overwrite()
         if self._prompt.n_tokens >= self._process.n_ctx:
             return await self._send_to_be_refused()
         hold = await self._await_turn()
@@ -53,6 +54,16 @@ class SimilarRequest(CachedRequest):
                 watching.cancel()
             hold.end()
         return self._confirmed(answer)
+
+    async def _overwrite(self) -> None:
+        """Leave nothing to reuse in the slot, if possible; raises ServerAway if the process is gone."""
+        process = self._process
+        try:
+            await process.finish(self._lease, process.overwrite(self._plan.slot_id))
+        except UpstreamFault as fault:
+            process.faults.count("erase")
+            if await process.has_ended() or process.queue.is_closed:
+                raise replaced() from fault
 
     async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
         launches, raw = self._process.launches, self._body.raw

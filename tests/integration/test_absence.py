@@ -68,19 +68,22 @@ async def test_unprepared_request_waits_too(start_rig: StartRig, path: str) -> N
         assert (await asked).status == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_request_that_could_not_be_sent_waits_too(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.unwatched(monkeypatch)
         gate = rig.server.hold("erase", n_calls=1)
         await rig.chat("alice", key="alice")
-        asked = asyncio.ensure_future(rig.chat("bob", key="bob"))  # after the slot is erased
+        body = {"messages": question("bob"), "max_tokens": 3}
+        asked = asyncio.ensure_future(rig.post(path, body, key="bob"))  # after the slot is erased
         await gate.reached()
         await rig.server.crash()
-        await waiting(rig, 1)
+        await until(lambda: asked.done() or rig.running.server.n_waiting == 1)
         await rig.server.restart()
-        assert (await asked).n_reused == 0
+        assert (await asked).status == 200
+        assert rig.server.n_evaluated >= 300
 
 
 async def test_client_that_leaves_frees_its_place(
