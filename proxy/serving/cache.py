@@ -146,8 +146,13 @@ class Cache:
             has_waited |= await fetching.fetch_first(process.tier, process, request)
         if has_waited and not await process.is_current():
             raise replaced()
-        async with process.launches.turn() as start:
-            await self._serve(process, request, start)
+        try:
+            async with process.launches.turn() as start:
+                await self._serve(process, request, start)
+        except (
+            WillBeRefused
+        ) as why:  # its slot was taken meanwhile, and its prompt was read only then
+            await self.let_refuse(process, request, why)
 
     async def _serve(self, process: Process, request: Request, turn: Turn | None) -> None:
         """Serve a request in one of three ways.

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.serving.process import Process
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, question
+from tests.integration.rig import CHAT, COMPLETION, next_question, question
 from tests.lab.run import slots_in
 from tests.lab.waiting import until
 
@@ -159,3 +160,16 @@ async def test_state_that_is_more_than_its_tokens_is_never_continued(
         await rig.settled()
         assert rig.checkpoints == []
         assert (await rig.chat("a")).n_reused == 0
+
+
+async def test_request_whose_slot_was_taken_before_its_prompt_could_be_read_is_left_to_llama_server(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig() as rig:
+        reply = await rig.chat(QUESTION)
+        await rig.settled()
+        monkeypatch.setattr(Process, "can_extend", lambda *_: False)
+        rig.server.faults.refuse["apply-template"] = 403  # as if the key were not taken
+        reply = await rig.post(CHAT, {"messages": next_question(QUESTION, reply)})
+        assert reply.status == 200
+        assert len(rig.requests_seen()) == 2
