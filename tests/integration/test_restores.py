@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from proxy.core.model import SlotId
+from proxy.core.slots import Empty
 from proxy.llama import client as llama_server
 from proxy.servers import background
 from tests.fakes.faults import Faults
@@ -260,3 +262,24 @@ async def test_two_requests_for_one_checkpoint_are_both_served(start_rig: StartR
         await until(lambda: gate.n_reached == 2)
         rig.server.release("restore")
         assert [(await reply).n_reused for reply in asked] == [FULL_PROMPT - 1] * 2
+
+
+async def test_slot_that_is_given_back_meanwhile_is_emptied_for_a_restore(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=3, idle_save_seconds=60.0) as rig:
+        for name in "abc":
+            await rig.chat(name)
+        process = await rig.attached()
+        monkeypatch.setattr(process, "shares_cells", True)
+        first, second = sorted(process.slots[1:], key=lambda slot: slot.used_at)
+        lease = process.queue.try_lease(second.id)
+        assert lease is not None
+
+        async def empty(slot_id: SlotId) -> None:
+            if slot_id == first.id:  # which cannot be erased
+                return lease.release()
+            process.slots.set_content(slot_id, Empty())
+
+        monkeypatch.setattr(process, "empty", empty)
+        assert await process._make_room(SlotId(0))
