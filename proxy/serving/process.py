@@ -451,10 +451,10 @@ class Process(Services):
         and the process ended. None is suspect if the process was told to end, because it keeps its
         connections then (`Heard`), or if only the network broke the connection.
         """
-        slot = self.slots[slot_id]
-        suspects, slot.sources = slot.suspects(is_saving=is_saving), ()
+        suspects = self.slots[slot_id].suspects(is_saving=is_saving)
         if not suspects or not await self.has_ended():
             return False
+        self.slots[slot_id].sources = ()
         names = [checkpoint.file_name for checkpoint in suspects]
         get_logger("cache").warning(f"quarantined: {ENDED_LLAMA_SERVER}", files=names)
         try:

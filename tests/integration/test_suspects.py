@@ -148,6 +148,21 @@ async def test_state_that_cannot_be_saved_again_is_quarantined(start_rig: StartR
         await until(lambda: len(quarantined(rig)) == 1)
 
 
+async def test_state_is_still_suspect_after_only_a_connection_broke(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.drop.add("save")
+        await rig.chat([*question("a"), *question("more")])
+        await rig.settled()
+        rig.server.faults.drop.clear()
+        rig.server.faults.dies_at["save"] = 1
+        await rig.chat([*question("a"), *question("more"), *question("again")])
+        await until(lambda: rig.server.n_processes == 2)
+        await rig.attached()
+        await rig.settled()
+        assert len(quarantined(rig)) == 1
+
+
 async def test_server_that_is_told_to_end_makes_nothing_suspect(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
