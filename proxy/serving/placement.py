@@ -217,11 +217,12 @@ class SimilarRequest(CachedRequest):
 
     def _confirmed(self, answer: Answer) -> Answer:
         """Return the answer, without its timings if its slot is not known."""
-        if self._is_placed or answer.timings is None:
+        if self._is_placed or answer.is_refusal:
             return answer
         self._account.is_degraded = True
         self._process.metrics.drift.inc()
         self._process.degrade(DegradationKind.PLACED_ELSEWHERE)
+        self._process.slots.forget_free()  # the request ran in any of them, or in its own
         return replace(answer, timings=None)
 
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from proxy.core.model import SlotId
-from proxy.core.slots import TAINTED, SlotPhase
-from proxy.serving import uncached
+from proxy.core.slots import TAINTED, Known, SlotPhase
+from proxy.serving import placement, uncached
 from proxy.serving.launches import LastTasks, begun_since
 from proxy.serving.process import Process
 from tests.fakes.slots import Memory
@@ -256,3 +256,19 @@ async def test_slot_that_was_given_back_before_the_last_look_ends_is_not_waited_
         looks[1].set()
         async with await asked:
             await until(lambda: rig.n_occupied() == 0)
+
+
+async def test_request_whose_slot_is_not_told_may_have_run_in_any_free_one(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def begun_unseen(*_: object) -> None: ...
+
+    monkeypatch.setattr(placement, "begun_since", begun_unseen)
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        await rig.chat("b")
+        process = await rig.attached()
+        assert all(isinstance(slot.content, Known) for slot in process.slots)
+        assert (await rig.post(MESSAGES, claude(question("c")))).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert not any(isinstance(slot.content, Known) for slot in process.slots)
