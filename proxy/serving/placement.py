@@ -33,6 +33,7 @@ class SimilarRequest(CachedRequest):
     """Serves one request through the slot that is most similar to it."""
 
     _has_evaluated_all = False
+    _is_unreadable = False
     _is_placed = False
 
     async def _send(self, *, can_reuse: bool) -> Answer:
@@ -83,7 +84,8 @@ class SimilarRequest(CachedRequest):
         began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
         while True:
             hold = await queue.hold()
-            if self._extended and self._may_be_passed_over(slot_id):
+            is_unread = self._extended and not self._is_unreadable
+            if is_unread and self._may_be_passed_over(slot_id):
                 hold.end()
                 await self._read_first()
                 continue
@@ -111,12 +113,13 @@ class SimilarRequest(CachedRequest):
         return any(shared_at_most(slot, tokens) == len(tokens) for slot in others)
 
     async def _read_first(self) -> None:
-        """Read the prompt before it is sent; if it cannot be read, keep the known part of it."""
+        """Read the prompt before it is sent; if it cannot be read, it is sent unread after all."""
         with suppress(WillBeRefused):
             await self._read()
-        if self._request.prompt is not None:
+        if self._request.prompt is None:
+            self._is_unreadable = True
+        else:
             self._take_prompt(self._request.prompt)
-        self._extended = None
 
     def _stands_out(self, slot_id: SlotId) -> bool:
         """Return whether the slot is similar enough and has no rival, or cannot become more similar."""
@@ -219,10 +222,10 @@ class SimilarRequest(CachedRequest):
         """Return the answer, without its timings if its slot is not known."""
         if self._is_placed or answer.is_refusal:
             return answer
+        self._process.slots.forget_free()  # the request ran in any of them, or in its own
         self._account.is_degraded = True
         self._process.metrics.drift.inc()
         self._process.degrade(DegradationKind.PLACED_ELSEWHERE)
-        self._process.slots.forget_free()  # the request ran in any of them, or in its own
         return replace(answer, timings=None)
 
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:

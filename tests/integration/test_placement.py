@@ -14,6 +14,7 @@ from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, Known, SlotPhase
 from proxy.serving import placement, uncached
 from proxy.serving.launches import LastTasks, begun_since
+from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -272,3 +273,20 @@ async def test_request_whose_slot_is_not_told_may_have_run_in_any_free_one(
         assert (await rig.post(MESSAGES, claude(question("c")))).status == 200
         await until(lambda: rig.n_occupied() == 0)
         assert not any(isinstance(slot.content, Known) for slot in process.slots)
+
+
+async def test_prompt_that_cannot_be_read_before_it_is_sent_is_not_taken_for_the_slots_tokens(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        reply = (await rig.post(MESSAGES, claude(question("a")))).content
+        await until(lambda: rig.n_occupied() == 0)
+        said = {"role": "assistant", "content": reply["content"][0]["text"]}
+        monkeypatch.setattr(SimilarRequest, "_may_be_passed_over", lambda *_: True)
+        rig.server.faults.refuse["apply-template"] = 500
+        goes_on = claude([*question("a"), said, {"role": "user", "content": " go on"}])
+        assert (await rig.post(MESSAGES, goes_on)).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("cache_faults_total", stage="tokenize") >= 1
+        assert rig.sample("tokenization_disagreements_total") == 0
+        assert rig.process and not rig.process.disabled_shapes
