@@ -220,7 +220,7 @@ class SimilarRequest(CachedRequest):
 
     def _confirmed(self, answer: Answer) -> Answer:
         """Return the answer, without its timings if its slot is not known."""
-        if self._is_placed or answer.is_refusal:
+        if self._is_placed or (answer.timings is None and not answer.is_broken):
             return answer
         self._process.slots.forget_free()  # the request ran in any of them, or in its own
         self._account.is_degraded = True
