@@ -126,7 +126,7 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     (bucket, sealing), limits = opened, parse_shared_store(settings.shared_store)[2]
     seen = shared.metrics, shared.everywhere, shared.faults
     try:
-        return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), limits)
+        return Tier(Remote(store, bucket, sealing, shared.present, *seen), limits)
     except StoreFault as fault:
         shared.everywhere.begin(DegradationKind.SHARED_STORE_AWAY, str(fault))
         return None

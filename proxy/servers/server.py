@@ -374,7 +374,7 @@ class Server(Watched):
         process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
         self._degradations.end(*before)
-        self.services.served.note(self.upstream.target, process)
+        self.services.served[self.upstream.target] = process
         self._attached_at = time.monotonic()
         self.process = process
         self.enter(Phase.ATTACHED)

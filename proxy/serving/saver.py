@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import dataclass, replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.eviction import Present
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
 from proxy.core.model import (
@@ -117,9 +116,6 @@ class Room:
         self.repairs_windows = True
         """Whether cut windows are repaired in files of the versions that may need it; the rule tells."""
 
-    def _present(self) -> Present:
-        return self._process.served.present(self._process)
-
     def for_slot(self, content: Content) -> AbstractAsyncContextManager[str]:
         """Yield the name under which a slot that holds *content* is to be saved.
 
@@ -127,7 +123,7 @@ class Room:
         """
         claim = Claim(
             self._expected_bytes(extent_of(content)),
-            self._present(),
+            self._process.present(self._process),
             self._replaced_by(content),
             spared_seconds=self._spared_seconds(content),
         )
@@ -137,7 +133,7 @@ class Room:
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
         """Save a slot of *n_tokens* to look at the file, which is then deleted; raises CacheFault."""
         n_bytes = self._expected_bytes((n_tokens, 0))
-        claim = Claim(n_bytes, self._present(), is_passing=True)
+        claim = Claim(n_bytes, self._process.present(self._process), is_passing=True)
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 
@@ -333,7 +329,7 @@ class Room:
 
     def _sizes(self) -> list[StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""
-        ours = self._present().rates_by
+        ours = self._process.present(self._process).rates_by
         newest = self._process.store.newest(MAX_SIZES - len(self._process.sizes))
         stored = (c for c in newest if not ours or c.namespace in ours)
         return [

@@ -24,34 +24,6 @@ if TYPE_CHECKING:
     from proxy.shared.tier import Tier
 
 
-class NewestProcesses:
-    """The newest process of each llama-server, by which the store values checkpoints.
-
-    A model that its host has unloaded stays here: requests for that model will come back.
-    """
-
-    def __init__(self) -> None:
-        self._by_target: dict[Target, Process] = {}
-
-    def note(self, target: Target, process: "Process") -> None:
-        """Note the process that a llama-server has now; a process that cannot cache does not count."""
-        if process.can_cache:
-            self._by_target[target] = process
-        else:
-            self._by_target.pop(target, None)
-
-    def present(self, newest: "Process | None" = None) -> Present:
-        """Return the rates of every namespace; *newest* is a process that may not be noted yet."""
-        processes = [*self._by_target.values(), *filter(None, [newest])]
-        rates_by: dict[Namespace, Rates] = {}
-        for process in processes:
-            if process.can_cache:
-                names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
-                rates_by.update(dict.fromkeys(names, process.rates))
-        rates = processes[-1].rates if processes else Rates()
-        return Present(time.time(), rates, rates_by)
-
-
 @dataclass(eq=False)
 class Shared:
     """Shared by all llama-servers; `opened_store` is None if the store could not be opened."""
@@ -63,9 +35,11 @@ class Shared:
     report: Report
     journal: Journal
     tasks: Tasks
-    served: NewestProcesses
     secret: bytes
     """The key of tenants' names; without a store it lasts as long as the proxy."""
+    served: "dict[Target, Process]" = field(default_factory=dict, kw_only=True)
+    """The newest process of each llama-server. A model that its host has unloaded stays here: requests for
+    that model will come back."""
     tier: "Tier | None" = field(default=None, kw_only=True)
     """What other machines share with this one, if anything."""
 
@@ -81,15 +55,26 @@ class Shared:
             raise StoreFault("the store is not open")
         return self.opened_store
 
+    def present(self, newest: "Process | None" = None) -> Present:
+        """Return the rates, by which the store values checkpoints; *newest* may not be noted yet.
+
+        A process that cannot cache does not count.
+        """
+        there = [p for p in (*self.served.values(), newest) if p and p.can_cache]
+        rates_by: dict[Namespace, Rates] = {}
+        for process in there:
+            names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
+            rates_by.update(dict.fromkeys(names, process.rates))
+        return Present(time.time(), there[-1].rates if there else Rates(), rates_by)
+
 
 def new_shared(
     store: CheckpointStore | None, metrics: Metrics, degradations: Degradations, journal: Journal
 ) -> Shared:
     """Return the shared services of a proxy that starts."""
     faults, report = Faults(metrics), Report(metrics, journal)
-    tasks, served = Tasks(), NewestProcesses()
     secret = token_bytes() if store is None else store.secret  # an empty store is false
-    return Shared(store, metrics, faults, degradations, report, journal, tasks, served, secret)
+    return Shared(store, metrics, faults, degradations, report, journal, Tasks(), secret)
 
 
 @dataclass(eq=False)

@@ -227,7 +227,7 @@ class Admin:
     async def checkpoints(self, request: web.Request) -> web.Response:
         """Return all checkpoints `under` a node, the most valuable first."""
         store, node_id = self._shared.store, request.query.get("under")
-        names, present = model_names(store.index), self._shared.served.present()
+        names, present = model_names(store.index), self._shared.present()
         listed = list[views.ListedCheckpoint]()
         async for c in in_slices(store):
             if not node_id or node_id in views.path_to(views.parent_of(c)):
@@ -244,7 +244,7 @@ class Admin:
         limit = _limit(request, 500)
         async for checkpoint in in_slices(store):
             outline.add(checkpoint)
-        names, present = model_names(store.index), self._shared.served.present()
+        names, present = model_names(store.index), self._shared.present()
         nodes = outline.nodes(names, present.rates_by, limit)
         n_left_out = len(outline) - len(nodes)
         return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
