@@ -135,10 +135,10 @@ def edit_cuts(content: Known) -> list[int]:
     return list(cuts_in_message(max(content.header, *before, 0), content.turn_start))
 
 
-def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
+def points_of_others(relatives: Iterable[Candidate]) -> dict[int, Candidate]:
     """Return the context checkpoints that older files can give, each with the file that has it."""
     return {
-        point: relative.checkpoint.id
+        point: relative
         for relative in relatives
         for point in relative.checkpoint.restore_points
         if point <= relative.n_common
@@ -147,14 +147,14 @@ def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
 
 def select_points(
     own: Mapping[int, int],
-    others: Mapping[int, CheckpointId],
+    others: Collection[int],
     cuts: Mapping[int, float],
     rates: Rates,
     inside: Sequence[int] = (),
     state_bytes: int = 0,
     n_at_most: int = MAX_CONTEXT_CHECKPOINTS,
-) -> dict[int, CheckpointId | None]:
-    """Return the points to keep in a file, each with the older file to copy it from (None: its own).
+) -> set[int]:
+    """Return the points to keep in a file; those that are not its *own* are copied from older files.
 
     No more than *n_at_most* are kept, those that spare most: of more, only the newest would be loaded.
 
@@ -164,27 +164,25 @@ def select_points(
     and the other points), or one point may take more.
     """
     size_bytes = max(own.values(), default=0)
-    mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
-    kept: dict[int, CheckpointId | None] = {}
-    likelihoods: dict[int, float] = {}
+    mine, theirs = tuple(sorted(own)), tuple(sorted(set(others) - own.keys()))
+    kept: dict[int, float] = {}
     n_before = 0
     for n_cut, likelihood in cuts.items():
         point, other = highest_point(mine, n_cut), highest_point(theirs, n_cut)
         if other > point + SLACK_TOKENS:
             point = other
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
-            kept[point] = None if point in own else others[point]
-            likelihoods[point], n_before = likelihood, point
+            kept[point], n_before = likelihood, point
     while len(kept) > n_at_most:
-        spared = {p: likelihoods[p] * (p - n) for n, p in pairwise((0, *kept))}
+        spared = {p: kept[p] * (p - n) for n, p in pairwise((0, *kept))}
         del kept[min(spared, key=spared.__getitem__)]
     left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
     while left_bytes >= size_bytes and len(kept) < n_at_most:
         if not (point := _next_best(mine, kept, inside, size_bytes, rates)):
             break
-        kept[point] = None
+        kept[point] = EDIT_SHARE
         left_bytes -= size_bytes
-    return kept
+    return set(kept)
 
 
 def _next_best(

@@ -207,15 +207,14 @@ class Room:
         # Where its flags are not known, llama-server may load no more than it has written.
         n_likely = max(len(own), min(process.n_kept_points, N_CONTEXT_CHECKPOINTS))
         n_at_most = min(process.n_loaded_points, n_likely)
-        selection = select_points(own, others, cuts, process.rates, inside, state_bytes, n_at_most)
-        if selection.keys() == own.keys():
+        wanted = select_points(own, others, cuts, process.rates, inside, state_bytes, n_at_most)
+        if wanted == own.keys():
             return saved, True
         store, grafted = process.store, dict[int, Source]()
-        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
         try:
             with ExitStack() as kept:
-                for point in selection.keys() - own:
-                    donor = donors[others[point]]
+                for point in wanted - own.keys():
+                    donor = others[point].checkpoint
                     kept.enter_context(store.keep(donor))
                     try:
                         await store.verify(donor)
@@ -225,7 +224,7 @@ class Room:
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
                 # Copied points may make the file larger than it is: there must be room before.
-                mine = selection.keys() & own
+                mine = wanted & own.keys()
                 n_more = len(mine) + len(grafted) - len(own)
                 n_most = saved.state.size_bytes + n_more * max(own.values())
                 await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
@@ -234,7 +233,7 @@ class Room:
             process.faults.record("thin", fault)
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
-        return saved, selection.keys() <= set(saved.state.restore_points)
+        return saved, wanted <= set(saved.state.restore_points)
 
     def contradiction(
         self, content: Content, state: StateFile, is_just_predicted: bool
