@@ -113,6 +113,7 @@ class CachedRequest:
             process.has_broken_off = False
         try:
             can_reuse = bool(self._extended) or await self._prepare()
+            self._kept.close()
             self._account.prepared_seconds = time.monotonic() - joined_at
             answer = await self._send(can_reuse=can_reuse)
         except BaseException as error:
@@ -199,18 +200,12 @@ class CachedRequest:
     # The slot is prepared as the plan says.
 
     async def _prepare(self) -> bool:
-        """Prepare the slot as the plan says; return False if llama-server must reuse nothing.
+        """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused.
 
         A request that extends its slot's content needs no preparation.
         """
-        await self._process.launches.clear_others()
-        can_reuse = await self._fill_slot()
-        self._kept.close()
-        return can_reuse
-
-    async def _fill_slot(self) -> bool:
-        """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
+        await process.launches.clear_others()
         start = self._plan.start
         if start.displacement.saves:
             is_used = start.restored is None and start.n_reused > 0

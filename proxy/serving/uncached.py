@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
@@ -44,15 +45,11 @@ class UncachedRequest:
 
     def __init__(self, process: Process, request: Request, turn: Turn | None) -> None:
         self._process = process
-        self._queue = process.queue
         self._request = request
         self._turn = turn
         self._body = body = request.body
         n_slots = 1 if body is None else n_completions(body)
         self._n_slots = min(n_slots, len(process.slots))
-        # Embeddings and reranking are one task for each input: all slots are held to the end.
-        self._is_one_task = body is not None and not is_task_for_each_input(request.path)
-        self._is_tainted = body is not None and taints_slot(body)
         self._namespace = request.namespace
         self._before: LastTasks | None = None
         self._is_placed = False
@@ -68,12 +65,12 @@ class UncachedRequest:
             slot = slot or choose_slot_for_bypass(slots, namespace)
             return Choice((slot.id,), None) if slot else None
 
-        with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
+        with await self._process.queue.lease(choose, since=self._request.arrived_at) as lease:
             (slot_id,) = lease.held
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
-                answer = await self._send(raw, lambda: self._queue.note_running(slot_id))
+                answer = await self._send(raw, lambda: self._process.queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease)
                 raise
@@ -82,19 +79,20 @@ class UncachedRequest:
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
-        leasing = self._queue.lease(
+        leasing = self._process.queue.lease(
             self._choose,
             since=self._request.arrived_at,
             may_be_passed=self._n_slots == 1,  # it waits only until the other requests run
             is_placement=True,
         )
-        with await leasing as lease:
-            placement = None
+        with await leasing as lease, ExitStack() as ending:
             try:
                 is_clear = await self._clear_way(lease)
                 self._before = await last_tasks(self._process)
-                if self._is_one_task:
+                # Embeddings and reranking are one task for each input: all slots are held to the end.
+                if self._body is not None and not is_task_for_each_input(self._request.path):
                     placement = self._process.tasks.start(self._await_placement(lease))
+                    ending.callback(placement.cancel)
                 # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes
@@ -105,9 +103,6 @@ class UncachedRequest:
             except BaseException:
                 self._abandon(lease)
                 raise
-            finally:
-                if placement is not None:
-                    placement.cancel()
             self._mark_unknown(used)
 
     async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
@@ -155,7 +150,7 @@ class UncachedRequest:
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
-            is_tainted = self._is_tainted or is_unclear
+            is_tainted = is_unclear or (self._body is not None and taints_slot(self._body))
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 
     def _abandon(self, lease: Lease[None]) -> None:
@@ -189,7 +184,7 @@ class UncachedRequest:
             # llama-server may choose a slot whose request has ended but whose lease has not.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
-                self._queue.end_placement(lease, used)
+                self._process.queue.end_placement(lease, used)
                 return
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
