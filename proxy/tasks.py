@@ -6,7 +6,7 @@ The turn is the right to do something that only one caller at a time may do.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -43,16 +43,21 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-class Turn:
-    """A caller in the queue; the first caller in the queue has the turn. A second `end` is harmless."""
+class Turn(AbstractContextManager["Turn"]):
+    """A caller in the queue; the first caller in the queue has the turn, which ends with the `with` block.
+
+    A second `end` is harmless.
+    """
 
     def __init__(self, turns: "Turns") -> None:
         self._turns = turns
         self.has_come = asyncio.Event()
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """Leave the queue; the next caller gets the turn."""
         self._turns.leave(self)
+
+    __exit__ = end
 
 
 class Turns:

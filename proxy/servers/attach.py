@@ -469,7 +469,7 @@ def look_again(process: Process) -> None:
     process.n_contradictions = 0
     process.n_contradictions_allowed *= 2
     measuring = process.tasks.start(_try_to_measure(process, slot.id))
-    measuring.add_done_callback(lambda _: turn.end())
+    measuring.add_done_callback(turn.end)
     lease.hand_over(measuring)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
-from proxy.core.saving import is_worth_saving, is_write_back_due
+from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
 from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, shared_tokens
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
@@ -155,7 +155,7 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> None:
         if lease := process.queue.try_lease(slot.id):
             writing.append(process.saves.begin(slot.id))
             lease.hand_over(writing[-1])
-    asyncio.gather(*writing).add_done_callback(lambda _: turn.end())
+    asyncio.gather(*writing).add_done_callback(turn.end)
 
 
 def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
@@ -171,7 +171,7 @@ def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
         return False
     if not isinstance(content, Known):
         return True
-    size_bytes = process.state_bytes(content)
+    size_bytes = state_bytes(process.sizes, content)
     return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates, max(1, n_stalled))
 
 

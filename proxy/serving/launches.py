@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 
 from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
@@ -69,11 +69,7 @@ class Launches:
         self._evaluations: dict[asyncio.Future[None], int] = {}
         """How many tokens each prompt has that is evaluated, or waits for that; done when that is over."""
         self._table = process.slots
-        self._turns = Turns()
-
-    @property
-    def n_waiting(self) -> int:
-        return self._turns.n_waiting
+        self.turns = Turns()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn | None]:
@@ -82,19 +78,16 @@ class Launches:
         Yields None if a turn would exclude nobody.
         """
         process = self._process
-        turn = await self._turns.take() if process.clears_idle_slots else None
-        try:
+        turn = await self.turns.take() if process.clears_idle_slots else None
+        with turn or nullcontext():
             if turn or process.is_overfull:
                 with suppress(UpstreamFault):
                     note_emptied(self._table, await process.slot_states())
             yield turn
-        finally:
-            if turn:
-                turn.end()
 
     def try_turn(self) -> Turn | None:
         """Return a turn if it is free."""
-        turns = self._turns if self._process.clears_idle_slots else Turns()
+        turns = self.turns if self._process.clears_idle_slots else Turns()
         return turns.try_take()
 
     @property
@@ -103,7 +96,7 @@ class Launches:
         process = self._process
         closing = (slot for slot in self._table if slot.phase is SlotPhase.CLOSING)
         return bool(process.clears_idle_slots) and any(
-            is_write_back_due(process.rule, slot.content) or process.saves.is_saving(slot.id)
+            is_write_back_due(process.rule, slot.content) or process.saves.turns[slot.id].locked()
             for slot in closing
         )
 
@@ -169,17 +162,15 @@ class Launches:
             # There a save begins with a cut, whose start would empty the slot that is prepared.
             await self.clear_others()
         before = await last_tasks(self._process)
-        watch = self._process.tasks.start(self._end_at_start(turn, before))
 
         def started() -> None:
             turn.end()
             on_start()
 
-        try:
+        with turn, ExitStack() as ending:
+            watch = self._process.tasks.start(self._end_at_start(turn, before))
+            ending.callback(watch.cancel)
             return await request.send(upstream, raw, started, n_found)
-        finally:
-            watch.cancel()
-            turn.end()
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""

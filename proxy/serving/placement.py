@@ -6,7 +6,7 @@ grants no lease between its last look at the slots and llama-server's choice.
 
 import asyncio
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
@@ -42,18 +42,14 @@ class SimilarRequest(CachedRequest):
             await self._overwrite()
         if self._prompt.n_tokens >= self._process.n_ctx:
             return await self._send_to_be_refused()
-        hold = await self._await_turn()
-        is_over, watching = asyncio.Event(), None
-        try:
+        is_over = asyncio.Event()
+        with await self._await_turn() as hold, ExitStack() as ending:
             before = await self._tasks_before(slot_id)
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
+            ending.callback(watching.cancel)
             answer = await self._send_as_it_is(self._account.n_reused)
             is_over.set()
             await _see_through(watching)
-        finally:
-            if watching is not None:
-                watching.cancel()
-            hold.end()
         return self._confirmed(answer)
 
     async def _overwrite(self) -> None:
@@ -72,11 +68,8 @@ class SimilarRequest(CachedRequest):
 
     async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; llama-server refuses it, and no slot changes."""
-        hold = await self._process.queue.hold()
-        try:
+        with await self._process.queue.hold():
             return await self._send_as_it_is()
-        finally:
-            hold.end()
 
     async def _await_turn(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""

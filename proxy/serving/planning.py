@@ -20,7 +20,7 @@ from proxy.core.model import (
 )
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
-from proxy.core.saving import at_savable_point, expected_bytes
+from proxy.core.saving import at_savable_point, expected_bytes, state_bytes
 from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
 from proxy.log import get_logger
 from proxy.serving.process import Process
@@ -76,7 +76,7 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         n_shared,
         time.monotonic(),
         process.sizes,
-        process.queue.expected,
+        tuple(process.queue.expected),
     )
 
 
@@ -186,7 +186,7 @@ def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
     saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
     if saved is None:
         return None
-    size_bytes = process.state_bytes(saved)
+    size_bytes = state_bytes(process.sizes, saved)
     expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
     points = saved.restore_points
     return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole)

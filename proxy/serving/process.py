@@ -30,7 +30,7 @@ from proxy.core.model import (
     tenant_without_key,
 )
 from proxy.core.rates import Rates
-from proxy.core.saving import StateSize, state_bytes
+from proxy.core.saving import StateSize
 from proxy.core.slots import (
     TAINTED,
     Content,
@@ -162,7 +162,7 @@ class Process(Services):
     @property
     def n_queued(self) -> int:
         """How many requests wait for a slot, or for their turn to start."""
-        return self.queue.n_waiting + self.launches.n_waiting
+        return self.queue.n_waiting + self.launches.turns.n_waiting
 
     def can_extend(self, content: Known) -> bool:
         """Return whether a request may go on at once in the slot that still holds exactly *content*."""
@@ -262,10 +262,6 @@ class Process(Services):
         """Note how long an evaluation took, as llama-server says."""
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
-
-    def state_bytes(self, content: Content) -> int:
-        """Return the largest size that a slot's state may have; 0 until a similar state was saved."""
-        return state_bytes(self.sizes, content)
 
     @property
     def n_believed_points(self) -> int:

@@ -36,7 +36,8 @@ class SlotSaves:
         self._table = process.slots
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
-        self._turns = [asyncio.Lock() for _ in process.slots]
+        self.turns = [asyncio.Lock() for _ in process.slots]
+        """Locked from the beginning of a slot's save until its file is committed."""
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
     def begin(
@@ -81,7 +82,7 @@ class SlotSaves:
         when its last file is committed: a conversation's files are committed in order, and requests seldom
         wait for that.
         """
-        async with self._turns[slot_id]:
+        async with self.turns[slot_id]:
             process, room = self._process, self._process.room
             held = before = self._table[slot_id].content
             if process.queue.is_closed or not is_write_back_due(process.rule, before):
@@ -120,10 +121,6 @@ class SlotSaves:
                 else:
                     process.faults.record("save", error)
                 return None
-
-    def is_saving(self, slot_id: SlotId) -> bool:
-        """Return whether a save of a slot has begun and is not committed yet."""
-        return self._turns[slot_id].locked()
 
     def take_up_postponed(self) -> None:
         """Make saves due again that there was no room for, where the slot still holds the same."""

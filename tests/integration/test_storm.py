@@ -129,7 +129,7 @@ def left(process: Process) -> dict[str, object]:
     return {
         "leases": [slot for slot in process.slots if slot.phase is not SlotPhase.FREE],
         "queue": queue.n_waiting or queue.expected or queue.is_placing,
-        "turns": list(queue._choosing._queue) + list(launches._turns._queue),
+        "turns": list(queue._choosing._queue) + list(launches.turns._queue),
         "evaluations": launches._evaluations,
         "settling": process.settling,
         "saves": process.saves.under_way,
