@@ -343,11 +343,6 @@ def score_of(checkpoint: Checkpoint, asked_at: Iterable[float]) -> float:
     return 0.0 if checkpoint.quarantine else max([1.0, *asked_at])
 
 
-def first_score(checkpoint: Checkpoint) -> float:
-    """Return the score that a checkpoint would have if it shared no tokens with others."""
-    return score_of(checkpoint, [checkpoint.last_used_at])
-
-
 def choose_victims(
     checkpoints: Iterable[Checkpoint],
     n_bytes_to_free: int,

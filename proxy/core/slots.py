@@ -186,10 +186,6 @@ class Slot:
     def is_leased(self) -> bool:
         return self.phase is not SlotPhase.FREE
 
-    def close_lease(self) -> None:
-        """Note that the slot will soon be free, and keeps its content."""
-        self.phase = SlotPhase.CLOSING
-
     def note_running(self) -> None:
         """Note that llama-server runs the request that the slot is leased for, if it still is."""
         if self.phase in (SlotPhase.PREPARING, SlotPhase.READY):
@@ -324,9 +320,6 @@ makes a context checkpoint this many tokens before the one near a prompt's end."
 CHECKPOINTS_PER_REQUEST = 3
 """llama-server adds at most this many context checkpoints for one request, and drops the oldest ones for
 these (server-context.cpp, create_checkpoint)."""
-
-MAX_MARKS = 32
-"""As many as a file has context checkpoints at most."""
 
 
 def cut_to(content: Known, n_tokens: int) -> Known:
@@ -463,7 +456,7 @@ def after_evaluation(
         header=_within(len(tokens), cuts.header) or old.header,
         turn_start=_within(len(tokens), cuts.turn_start) or old.turn_start,
         last_cut=old.last_cut,
-        marks=tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:],
+        marks=tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_CONTEXT_CHECKPOINTS:],
         n_saved=old.n_saved,
         saved_points=old.saved_points,
         shape=prompt.shape,

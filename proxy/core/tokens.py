@@ -32,13 +32,8 @@ _STRIDE = 4096
 
 
 def token_ids(values: Iterable[int]) -> TokenIds:
-    """Return *values* as token ids."""
+    """Return *values* as token ids. Bytes are stored ids; raises ValueError if the last is cut off."""
     return array("i", values)
-
-
-def tokens_from_bytes(data: bytes) -> TokenIds:
-    """Return the token ids stored as *data*; raises ValueError if its length is not a multiple of 4."""
-    return array("i", data)
 
 
 def count_blocks(n_tokens: int) -> int:

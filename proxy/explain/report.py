@@ -369,7 +369,8 @@ class Report:
         self, request: "Request", judgement: Judgement, outcome: Outcome | None = None
     ) -> None:
         """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
-        answer, account, outcome = request.answer, request.account, outcome or request.outcome
+        answer, account = request.answer, request.account
+        outcome = outcome or (account.outcome if account else Outcome.BYPASS)
         assert answer is not None
         judgement = judgement if answer.status < 400 else Judgement(Cause.REFUSED)
         if account is not None and outcome is not Outcome.BYPASS:

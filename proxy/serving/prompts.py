@@ -156,8 +156,7 @@ class PromptReader:
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
             self._cuts[key] = tokens[:message_end]
-            return replace(cuts, turn_start=message_end)
-        if key not in self._cuts:  # the turn began before the proxy did, or its prompt was cut
+        elif key not in self._cuts:  # the turn began before the proxy did, or its prompt was cut
             head = with_messages(body, messages)
             self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
         return replace(cuts, turn_start=self._remembered(key, tokens))

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from proxy.core.model import ExpectedState, SlotId
-from proxy.core.slots import TAINTED, SlotTable
+from proxy.core.slots import TAINTED, SlotPhase, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.tasks import Turn, Turns
 
@@ -54,19 +54,15 @@ class Lease(Generic[C]):
 
     def __init__(self, queue: "SlotQueue", choice: Choice[C]) -> None:
         self._queue = queue
-        self._held = set(choice.slot_ids)
+        self.reserved = set(choice.slot_ids)
+        """The slots that are not free yet, handed over or not."""
         self._keeper: asyncio.Future[Any] | None = None
         self.reason = choice.reason
 
     @property
     def held(self) -> tuple[SlotId, ...]:
         """The slots that the request may use: neither given back nor handed over."""
-        return () if self._keeper else tuple(self._held)
-
-    @property
-    def reserved(self) -> tuple[SlotId, ...]:
-        """The slots that are not free yet, handed over or not."""
-        return tuple(self._held)
+        return () if self._keeper else tuple(self.reserved)
 
     def __enter__(self) -> "Lease[C]":
         return self
@@ -79,32 +75,32 @@ class Lease(Generic[C]):
 
     def give_up(self, slot_ids: Iterable[SlotId]) -> None:
         """Give back some of the slots."""
-        given_back = self._held & set(slot_ids)
-        self._held -= given_back
+        given_back = self.reserved & set(slot_ids)
+        self.reserved -= given_back
         self._queue.give_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
         """Add a slot that came free during this placement."""
-        self._held.add(slot_id)
+        self.reserved.add(slot_id)
         if self._keeper:
             # Nobody will ever know whether the abandoned request ran there.
             self._queue.table.set_content(slot_id, TAINTED)
-            self._queue.table[slot_id].close_lease()
+            self._queue.table[slot_id].phase = SlotPhase.CLOSING
 
     def move(self, slot_id: SlotId, reason: C) -> None:
         """Exchange all slots for a free one; the caller must hold the queue."""
         left = self.held
         self._queue.table.lease(slot_id, time.monotonic())
-        self._held.add(slot_id)
+        self.reserved.add(slot_id)
         self.reason = reason
         self.give_up(left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:
         """Leave the slots to *task*, in place of an earlier task; when it ends, they are given back."""
-        for slot_id in self._held:
-            self._queue.table[slot_id].close_lease()
+        for slot_id in self.reserved:
+            self._queue.table[slot_id].phase = SlotPhase.CLOSING
         self._keeper = task
-        task.add_done_callback(lambda it: self.give_up(self._held if it is self._keeper else ()))
+        task.add_done_callback(lambda it: self.give_up(self.reserved if it is self._keeper else ()))
 
 
 def replaced() -> ServerAway:
@@ -135,7 +131,8 @@ class SlotQueue:
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
         self._choosing = Turns(self.reconsider)
-        self._expected: list[ExpectedState] = []
+        self.expected: list[ExpectedState] = []
+        """The states that are about to be saved, overdue ones included."""
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Called once when slots have come free and no request here waits for one."""
         self._has_come_free = False
@@ -160,18 +157,13 @@ class SlotQueue:
     def announced(self, state: ExpectedState | None) -> Iterator[None]:
         """Let others wait for a state while the block runs; after it the state is there, or never comes."""
         expected = [state] if state else []
-        self._expected += expected
+        self.expected += expected
         try:
             yield
         finally:
             for each in expected:
-                self._expected.remove(each)
+                self.expected.remove(each)
                 self.reconsider()
-
-    @property
-    def expected(self) -> tuple[ExpectedState, ...]:
-        """The states that are about to be saved, overdue ones included."""
-        return tuple(self._expected)
 
     @property
     def n_waiting(self) -> int:
@@ -222,8 +214,7 @@ class SlotQueue:
 
     def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
         """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
-        if self._placement is lease:
-            self._placement = None
+        self._placement = None
         for slot_id in used:
             self.table[slot_id].note_running()
         lease.give_up(set(lease.held) - set(used))

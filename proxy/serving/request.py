@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from proxy.core.messages import Conversation, Kind, Route
-from proxy.core.model import Outcome, Prompt, salted_tenant
+from proxy.core.model import Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause
@@ -155,11 +155,6 @@ class Request:
         """Its user's first words."""
         body = self.chat or self.body
         return words_of(body.fields) if body else ""
-
-    @property
-    def outcome(self) -> Outcome:
-        """The outcome; without an account the request was not looked up."""
-        return self.account.outcome if self.account else Outcome.BYPASS
 
     async def send(
         self,

@@ -26,7 +26,7 @@ from proxy.core.tokens import (
     count_blocks,
     hash_prefixes,
     hash_whole,
-    tokens_from_bytes,
+    token_ids,
 )
 from proxy.errors import SettingsError, StateDamaged, in_words
 from proxy.store.index import Entry
@@ -141,7 +141,7 @@ def entry_of(meta: Meta, shared_id: str, namespace: Namespace) -> Entry:
     """Return the index entry of a shared state."""
     hashes, checkpoint_id = [*meta.hashes, *meta.points.values()], index_id(shared_id)
     record = replace(meta.checkpoint, id=checkpoint_id, namespace=namespace, shared_id=shared_id)
-    return record, tokens_from_bytes(b"".join(hashes)), [PrefixHash(each) for each in hashes]
+    return record, token_ids(b"".join(hashes)), [PrefixHash(each) for each in hashes]
 
 
 def hashes_of(stored: TokenIds | None) -> list[PrefixHash]:

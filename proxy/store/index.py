@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import lmdb
 import msgspec
 
-from proxy.core.eviction import first_score
+from proxy.core.eviction import score_of
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import (
     BLOCK_TOKENS,
@@ -31,7 +31,7 @@ from proxy.core.tokens import (
     common_prefix_length,
     count_blocks,
     hash_prefixes,
-    tokens_from_bytes,
+    token_ids,
 )
 from proxy.errors import IndexDamaged, StoreFault, in_words
 from proxy.store.files import digest_of, is_state_name, seal, seal_of, sync_names
@@ -312,7 +312,7 @@ class Index:
 
     def tokens(self, checkpoint_id: CheckpointId) -> TokenIds | None:
         """Return the tokens of a checkpoint, None if they are gone or damaged."""
-        return self._read(self._tokens, _ID.pack(checkpoint_id), tokens_from_bytes)
+        return self._read(self._tokens, _ID.pack(checkpoint_id), token_ids)
 
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
@@ -380,7 +380,9 @@ class Index:
 
 
 def _summary_of(checkpoint: Checkpoint) -> Summary:
-    score, n_blocks = first_score(checkpoint), count_blocks(checkpoint.n_tokens)
+    # As if it shared no tokens with others.
+    score = score_of(checkpoint, [checkpoint.last_used_at])
+    n_blocks = count_blocks(checkpoint.n_tokens)
     return Summary(score, checkpoint.verified_at, checkpoint.size_bytes, n_blocks)
 
 

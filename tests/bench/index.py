@@ -24,7 +24,7 @@ import numpy as np
 from proxy.core.eviction import Present
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, Rule, RuleKind
 from proxy.core.plan import promising
-from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, tokens_from_bytes
+from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.store.catalogue import Catalogue
 from proxy.store.directory import keep_proxies_out
 from proxy.store.index import Entry, Index
@@ -56,7 +56,7 @@ def prompt_of(number: int) -> TokenIds:
     """Return the tokens of one checkpoint of the benchmark."""
     n_tokens = LONG_TOKENS if number < N_LONG else HEADER_TOKENS + 64 + number % 1000
     header = _tokens(number % N_HEADERS, HEADER_TOKENS)
-    return tokens_from_bytes(header + _tokens(1000 + number, n_tokens - HEADER_TOKENS))
+    return token_ids(header + _tokens(1000 + number, n_tokens - HEADER_TOKENS))
 
 
 def _entry(number: int, now: float) -> Entry:
@@ -121,7 +121,7 @@ def _lookups(store: Catalogue) -> dict[str, Iterator[Callable[[], object]]]:
     """Return lookups of prompts of 128,000 tokens: of a stored one, of a header's, of nothing."""
 
     def look(*parts: bytes) -> Callable[[], object]:
-        tokens, rule = tokens_from_bytes(b"".join(parts)), Rule(RuleKind.RESTORE_POINTS)
+        tokens, rule = token_ids(b"".join(parts)), Rule(RuleKind.RESTORE_POINTS)
         return lambda: promising(rule, store.find(NAMESPACE, tokens), len(tokens))
 
     n_most, shared = LONG_TOKENS - 8_000, HEADER_TOKENS * 4

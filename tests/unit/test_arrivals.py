@@ -22,13 +22,13 @@ def test_announced_state_is_coming_while_the_block_runs() -> None:
         assert (coming.tokens, coming.namespace) == (run_of(1000), NAMESPACE)
         assert (coming.size_bytes, coming.restore_points) == (5000, (100, 200))
         assert 0 < coming.expected_at - time.monotonic() <= 1000
-    assert queue.expected == ()
+    assert queue.expected == []
 
 
 def test_announced_nothing_is_not_coming() -> None:
     queue = queue_of(1)
     with queue.announced(None):
-        assert queue.expected == ()
+        assert queue.expected == []
 
 
 def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
@@ -36,7 +36,7 @@ def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
     with pytest.raises(KeyError):
         with queue.announced(arrival()):
             raise KeyError
-    assert queue.expected == ()
+    assert queue.expected == []
 
 
 def test_announced_states_of_several_requests_go_one_by_one() -> None:
@@ -50,14 +50,14 @@ def test_announced_states_of_several_requests_go_one_by_one() -> None:
     twin.close()
     assert [len(coming.tokens) for coming in queue.expected] == [400]
     second.close()
-    assert queue.expected == ()
+    assert queue.expected == []
 
 
 def patient(queue: SlotQueue, seen: list[tuple[ExpectedState, ...]]) -> Choose:
     """Return who declines a free slot as long as something is coming."""
 
     def choose() -> Choice[str] | None:
-        seen.append(queue.expected)
+        seen.append(tuple(queue.expected))
         return None if seen[-1] else Choice((TWO,), "there")
 
     return choose

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from proxy.core import slots
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
-from proxy.core.slots import MAX_MARKS, Content, Empty, Known, Origin, Unknown, n_believed_points
+from proxy.core.slots import (
+    MAX_CONTEXT_CHECKPOINTS,
+    Content,
+    Empty,
+    Known,
+    Origin,
+    Unknown,
+    n_believed_points,
+)
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
@@ -188,7 +196,7 @@ def test_marks_at_a_stop_do_not_run_ahead_of_it() -> None:
 
 
 def test_marks_of_a_very_long_conversation_are_the_newest() -> None:
-    marks = tuple(range(100, 100 + 10 * MAX_MARKS, 10))
+    marks = tuple(range(100, 100 + 10 * MAX_CONTEXT_CHECKPOINTS, 10))
     before = Known(run_of(2000), NAMESPACE, turn_start=1900, marks=marks)
     cuts = Cuts(turn_start=2100, message_end=2100)
     after = after_evaluation(before, run_of(2103), NAMESPACE, cuts=cuts)

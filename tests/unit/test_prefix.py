@@ -15,7 +15,6 @@ from proxy.core.tokens import (
     end_of_block,
     hash_prefixes,
     token_ids,
-    tokens_from_bytes,
 )
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
@@ -94,10 +93,10 @@ def test_hash_prefixes_in_another_namespace_differ_for_every_block() -> None:
 
 
 @given(st.lists(TOKEN))
-def test_tokens_from_bytes_of_stored_tokens_gives_them_back(values: list[int]) -> None:
-    assert list(tokens_from_bytes(token_ids(values).tobytes())) == values
+def test_token_ids_of_stored_tokens_gives_them_back(values: list[int]) -> None:
+    assert list(token_ids(token_ids(values).tobytes())) == values
 
 
-def test_tokens_from_bytes_of_a_cut_off_token_raises_value_error() -> None:
+def test_token_ids_of_a_cut_off_token_raises_value_error() -> None:
     with pytest.raises(ValueError):
-        tokens_from_bytes(b"\0" * 7)
+        token_ids(b"\0" * 7)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from proxy.core.eviction import Present, choose_victims, first_score
+from proxy.core.eviction import Present, choose_victims, score_of
 from proxy.core.model import Checkpoint, CheckpointId
 from tests.bench.eviction.shelf import File, Shelf
 from tests.bench.eviction.trace import Asked
@@ -59,10 +59,10 @@ class Ours(Policy):
         self._devalued: list[CheckpointId] = []
 
     def on_use(self, file: File, now: float) -> None:
-        self._score(file.checkpoint.id, first_score(file.checkpoint))
+        self._score(file.checkpoint.id, score_of(file.checkpoint, [file.checkpoint.last_used_at]))
 
     def on_put(self, file: File, replaced: list[File], now: float) -> None:
-        self._score(file.checkpoint.id, first_score(file.checkpoint))
+        self.on_use(file, now)
         sharing = self.shelf.sharing(file.asked, N_DEVALUED // 2)
         self._devalued = [*self._devalued, *(f.checkpoint.id for f, _ in sharing)][-N_DEVALUED:]
 

@@ -8,7 +8,7 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import likely_cuts, points_of_others, select_points
 from proxy.core.slots import Known
-from proxy.core.tokens import Namespace, count_blocks, tokens_from_bytes
+from proxy.core.tokens import Namespace, count_blocks, token_ids
 from tests.bench.eviction.trace import BLOCK_TOKENS, Asked
 
 RATES = Rates()
@@ -81,7 +81,7 @@ class Shelf:
         ]
         marks = {n_cut for n_common, cuts in nearest for n_cut in cuts if n_cut <= n_common}
         content = Known(
-            tokens_from_bytes(bytes(4 * asked.n_prompt)),
+            token_ids(bytes(4 * asked.n_prompt)),
             _NAMESPACE,
             header=header,
             turn_start=turn_start,
