@@ -59,7 +59,7 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
     if isinstance(content, Unknown):
         return content.can_be_adopted and rule.can_restore
     savable = at_savable_point(rule, content) if isinstance(content, Known) else None
-    if savable is None or savable.is_aside:
+    if savable is None or savable.is_aside or savable.is_given_up:
         return False
     n_useful = rule.end_holds_from if rule.kind is RuleKind.END_ONLY else 0
     is_long_enough = savable.n_tokens >= max(FIRST_BLOCK_TOKENS, n_useful)

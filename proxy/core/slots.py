@@ -83,6 +83,8 @@ class Known:
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
     predicted for, `conversation` and `title` those of the Prompt that the tokens begin with. The content of
     a side call is marked `is_aside`: it is never continued, so it is not saved and costs nothing to lose.
+    A content that `is_given_up` is not saved before the slot's next request, because its save failed or is
+    not wanted.
     """
 
     tokens: TokenIds
@@ -101,6 +103,7 @@ class Known:
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
     is_aside: bool = False
+    is_given_up: bool = False
 
     @property
     def tenant(self) -> Namespace:
@@ -376,7 +379,7 @@ def as_saved(
 def not_to_save(content: Content) -> Content:
     """Return a slot's content, marked as not to be saved before the slot's next request."""
     if isinstance(content, Known):
-        return replace(content, n_saved=content.n_tokens)
+        return replace(content, is_given_up=True)
     return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
 
 

@@ -421,7 +421,7 @@ class CachedRequest:
                 self._confirm()
                 return unknown
             content = process.content_after(before, prompt, n_media + timings.predicted_n)
-            return replace(content, n_saved=content.n_tokens)
+            return replace(content, is_given_up=True)  # a state with images is not saved
         if n_prompt != prompt.n_tokens:
             account.failure = Cause.TOKENIZED_OTHERWISE
             self._disagree(n_prompt)

@@ -95,7 +95,7 @@ class SlotSaves:
                         before = held = await self._cut_back(slot_id)
                         written = await room.write(slot_id, name)
                         process.require_alive()
-                        held = self._give_up(slot_id)
+                        held = self._count_as_saved(slot_id)
                         if not is_used:
                             _end(free)
                         saved = await room.check(name, *written)
@@ -107,8 +107,7 @@ class SlotSaves:
                         _end(free)
                         return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:
-                if held is before:
-                    held = self._give_up(slot_id)
+                held = self._give_up(slot_id, held, before)
                 if isinstance(error, NoRoom):
                     self._postponed[slot_id] = before, held
                     return None
@@ -129,10 +128,22 @@ class SlotSaves:
                 self._table.set_content(slot_id, before)
         self._postponed.clear()
 
-    def _give_up(self, slot_id: SlotId) -> Content:
-        """Do not try to save the same content again; the slot's next request makes it worth a try."""
+    def _count_as_saved(self, slot_id: SlotId) -> Content:
+        """Count a slot's content as saved while its file is checked and committed."""
         content = not_to_save(self._table[slot_id].content)
+        if isinstance(content, Known):
+            content = replace(content, n_saved=content.n_tokens)
         self._table.set_content(slot_id, content)
+        return content
+
+    def _give_up(self, slot_id: SlotId, held: Content, before: Content) -> Content:
+        """Do not try to save the same content again; the slot's next request makes it worth a try."""
+        if held is before:  # else it counts as saved, and another request may have the slot
+            content = not_to_save(self._table[slot_id].content)
+            self._table.set_content(slot_id, content)
+        else:
+            content = not_to_save(before)
+            self._table.refine(slot_id, held, content)
         return content
 
     async def _cut_back(self, slot_id: SlotId) -> Content:

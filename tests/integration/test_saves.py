@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.plan import Why
+from proxy.core.slots import Known
 from proxy.llama import client as llama_server
 from proxy.serving import cached
 from tests.fakes.faults import Faults
@@ -55,6 +56,10 @@ async def test_failed_save_commits_nothing_and_is_not_repeated(
         assert rig.sample("saves_total", result="failed") == 1
         assert rig.sample("cache_faults_total", stage="save") == 1
         assert (rig.checkpoints, rig.temporary_files()) == ([], [])
+        assert rig.process is not None
+        assert all(
+            s.content.n_saved == 0 for s in rig.process.slots if isinstance(s.content, Known)
+        )
 
 
 @pytest.mark.parametrize("fault", ["disk full", "fewer bytes", "connection cut"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from proxy.core.messages import DIGEST_BYTES, Conversation
 from proxy.core.model import SlotId
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass, choose_slot_to_empty
-from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown
+from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown, not_to_save
 from proxy.core.tokens import Namespace
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, run_of
 from tests.unit.situations import live_slots, slots
@@ -73,8 +73,9 @@ BRIEF_SLOTS = slots(
 
 def test_choose_slot_to_empty_takes_the_one_with_least_unsaved_work() -> None:
     saved, dirty = Known(run_of(500), NAMESPACE, n_saved=500), Known(run_of(500), NAMESPACE)
-    chosen = choose_slot_to_empty(slots(dirty, saved))
-    assert chosen is not None and chosen.id == 1
+    for lost in (dirty, not_to_save(dirty)):
+        chosen = choose_slot_to_empty(slots(lost, saved))
+        assert chosen is not None and chosen.id == 1
     chosen = choose_slot_to_empty(slots(saved, Unknown(NAMESPACE), Empty()))
     assert chosen is not None and chosen.id == 1
 

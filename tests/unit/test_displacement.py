@@ -16,7 +16,7 @@ from proxy.core.plan import (
 )
 from proxy.core.rates import Rates
 from proxy.core.saving import N_RETURNS, is_write_back_due
-from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.slots import Content, Empty, Known, Unknown, not_to_save
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -109,6 +109,11 @@ def test_displace_of_unsaved_work_saves_it_and_brings_it_back_some_time() -> Non
 def test_displace_of_saved_work_costs_a_restore_only() -> None:
     made = moved_out(Known(run_of(1000), NAMESPACE, n_saved=1000), size_bytes=250_000)
     assert made == Displacement(seconds=0.25)
+
+
+def test_displace_of_what_is_not_to_be_saved_costs_evaluating_it_again() -> None:
+    made = moved_out(not_to_save(Known(run_of(1000), NAMESPACE)), size_bytes=250_000)
+    assert made == Displacement(seconds=2.0)
 
 
 def test_displace_of_what_no_rule_can_bring_back_costs_evaluating_it_again() -> None:

@@ -15,7 +15,7 @@ from proxy.core.saving import (
     is_worth_saving,
     is_write_back_due,
 )
-from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.slots import Content, Empty, Known, Unknown, not_to_save
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -50,6 +50,10 @@ def test_write_back_of_an_empty_slot_is_not_due() -> None:
 def test_write_back_of_a_slot_that_a_file_nearly_covers_is_not_due() -> None:
     assert not is_write_back_due(RESTORE_POINTS, held(1000, n_saved=1000 - SLACK_TOKENS))
     assert is_write_back_due(RESTORE_POINTS, held(1000, n_saved=999 - SLACK_TOKENS))
+
+
+def test_write_back_of_what_is_not_to_be_saved_is_not_due() -> None:
+    assert not is_write_back_due(ANY_PREFIX, not_to_save(held(1000)))
 
 
 def test_write_back_of_what_could_not_be_found_again_is_not_due() -> None:
