@@ -149,9 +149,8 @@ class Cache:
         try:
             async with process.launches.turn() as start:
                 await self._serve(process, request, start)
-        except (
-            WillBeRefused
-        ) as why:  # its slot was taken meanwhile, and its prompt was read only then
+        except WillBeRefused as why:
+            # Its slot was taken meanwhile, and its prompt was read only then.
             await self.let_refuse(process, request, why)
 
     async def _serve(self, process: Process, request: Request, turn: Turn | None) -> None:
