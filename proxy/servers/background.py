@@ -13,7 +13,7 @@ from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, shared_tokens
+from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
@@ -320,9 +320,7 @@ class Ahead:
                 stop = process.stop(slot.id, next_prompt, begin, request.headers)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
                 # To make it again costs no more than this did, and nobody waits.
-                if isinstance(content := process.slots[slot.id].content, Known):
-                    saved = replace(content, n_saved=content.n_tokens)
-                    process.slots.set_content(slot.id, saved)
+                process.slots.set_content(slot.id, not_to_save(process.slots[slot.id].content))
         if n_evaluated:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
 

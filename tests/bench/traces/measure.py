@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import Route
 from proxy.llama.files import read_state_file
 from tests.bench.processes import Setup, Stack
@@ -101,11 +102,13 @@ def _lines_of(
 def _setup(case: Case, n_ctx: int, folder: Path, flags: tuple[str, ...]) -> Setup:
     stripped = ("--stripped",) if case.variant == "stripped" else ()
     ram = RAM_CACHE_MIB if case.variant == "alone-8192" else 0
+    # As docs/llama-server.md says; alone, llama-server reuses more with its default of 32.
+    few = ("--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS)) if case.has_proxy else ()
     return Setup(
         n_slots=case.n_slots,
         n_ctx=n_ctx * case.n_slots,
         n_threads=N_THREADS.get(case.size, 2),
-        server_arguments=("--cache-ram", str(ram), *DRAFTING.get(case.kind, ()), *flags),
+        server_arguments=("--cache-ram", str(ram), *DRAFTING.get(case.kind, ()), *few, *flags),
         launcher=(LAUNCHER, str(folder), *stripped),
         proxy_options=("--log-format", "json"),
     )
