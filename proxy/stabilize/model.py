@@ -330,7 +330,7 @@ class Draft:
     @cached_property
     def _conversation(self) -> str:
         given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
-        return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
+        return key_of("conversation", *given, _without_dates(self._first_user_text()))
 
     @property
     def _n_first(self) -> int:
@@ -359,7 +359,13 @@ class Draft:
 @lru_cache(_N_SYSTEM_PROMPTS)
 def _what_lasts(text: str) -> str:
     """Return a system prompt without its changing parts; cached, as a long one takes milliseconds."""
-    return COUNT.sub("", ID.sub("", DATE.sub(r"\g<words>", text)))
+    return COUNT.sub("", ID.sub("", _without_dates(text)))
+
+
+@lru_cache(_N_SYSTEM_PROMPTS)
+def _without_dates(text: str) -> str:
+    """Return a text without its dates; cached, as every request of a conversation asks it anew."""
+    return DATE.sub(r"\g<words>", text)
 
 
 def _objects(value: Any, name: str) -> list[Json]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.json import encode
 
-from proxy.core.messages import CONVERSATIONS, Route, UnknownShape, is_system
+from proxy.core.messages import CONVERSATIONS, Route, UnknownShape
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
 from proxy.stabilize.model import (
@@ -37,15 +37,12 @@ OF_MESSAGES: dict[Name, Callable[[Draft, Json], list[Json]]] = {
     Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
 }
 """The stabilizers that are applied first, to each message by itself, in this order."""
-_OF_BEGINNINGS: dict[Name, Callable[[Draft], None]] = {
+OF_REQUESTS: dict[Name, Callable[[Draft], None]] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,
     Name.HOIST_SYSTEM_MESSAGE: drops.hoist_system_message,
     Name.FOLD_SYSTEM_MESSAGES: drops.fold_system_messages,
     Name.KEEP_TOOL_ORDER: sticky.keep_tool_order,
-}
-"""Those of requests that read only system messages and the fields beside the messages."""
-OF_REQUESTS = _OF_BEGINNINGS | {
     Name.STICKY_TOOL_TEXT: sticky.sticky_tool_text,
     Name.STICKY_DATE: sticky.sticky_date,
     Name.STICKY_SESSION: sticky.sticky_session,
@@ -72,13 +69,10 @@ class Seen(NamedTuple):
     """The messages of a request as received, and the changes of single messages by index, ascending.
 
     Later requests of the conversation repeat these messages, so that only new ones are looked at.
-    `beginning` are the facts and the other fields of the body, if the stabilizers of beginnings had nothing
-    to change.
     """
 
     messages: list[Json] = []
     changes: dict[int, Change] = {}
-    beginning: tuple[RequestFacts, Json] | None = None
 
 
 NOTHING_SEEN = Seen()
@@ -126,12 +120,8 @@ def stabilize(
     if changes:
         made = (changes[i][0] if i in changes else [same] for i, same in enumerate(messages))
         draft.messages = [message for group in made for message in group]
-    beginning = facts, {key: body[key] for key in body if key != draft.list_name}
-    only_adds = n_seen == len(seen.messages) and not any(map(is_system, messages[n_seen:]))
-    idle = _OF_BEGINNINGS if only_adds and beginning == seen.beginning else {}
-    of_requests = [name for name in OF_REQUESTS if name in names and name not in idle]
-    changed_of_requests = _change_request(draft, of_requests, result)
-    changed_by = changed_of_requests.union(*(made_by for _, made_by in changes.values()))
+    changed_by = _change_request(draft, [n for n in OF_REQUESTS if n in names], result)
+    changed_by = changed_by.union(*(made_by for _, made_by in changes.values()))
     # One stabilizer may undo what another did: sticky_tool_text puts a tool's first description back, and
     # sticky_session leaves the name of the session out of that description again.
     if changed_by and draft.body == body and encode(draft.body) == encode(body):
@@ -139,8 +129,7 @@ def stabilize(
     result.body, result.lessons = draft.body, draft.lessons
     result.changed_by = tuple(name for name in names if name in changed_by)
     if not result.failures:
-        is_clean = changed_of_requests.isdisjoint(_OF_BEGINNINGS)
-        result.seen = Seen(messages, changes, beginning if is_clean else None)
+        result.seen = Seen(messages, changes)
     return result
 
 

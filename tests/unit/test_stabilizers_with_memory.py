@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.messages import Route
 from proxy.stabilize.model import Memory, Name, RequestFacts
-from proxy.stabilize.run import NO_FACTS, Stabilized, stabilize
+from proxy.stabilize.run import NO_FACTS, NOTHING_SEEN, Stabilized, stabilize
 from proxy.stabilize.sticky import choose_call, means_the_same
 
 ANSWER = {"role": "assistant", "content": "Done."}
@@ -75,6 +75,19 @@ def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> No
         sender.send(with_tools(*loaded), RequestFacts(session=session))
     bodies = [sender.send(with_tools(*"abc"), RequestFacts(session=s)) for s in ("s1", "s2")]
     assert [order(body) for body in bodies] == ["abc", "acb"]
+
+
+def test_order_is_not_forgotten_while_its_conversation_only_goes_on() -> None:
+    memory, seen = Memory(max_bytes=4000), NOTHING_SEEN
+    for n in range(20):
+        body = with_tools(*"ace", n_answers=n)
+        result = stabilize(Route.MESSAGES, body, memory, {Name.KEEP_TOOL_ORDER}, seen=seen)
+        memory.learn(result.lessons)
+        seen = result.seen
+        memory.remember_call(f"call {n}", "read", "{}" * 100)
+    inserted = with_tools(*"abce", n_answers=20)
+    result = stabilize(Route.MESSAGES, inserted, memory, {Name.KEEP_TOOL_ORDER}, seen=seen)
+    assert order(result.body) == "aceb"
 
 
 def test_order_is_never_learned_from_another_tenant() -> None:
