@@ -182,6 +182,7 @@ class LivePage:
 
     async def history(self, request: web.Request) -> web.Response:
         """Return how much was reused in the last two hours, in the last 30 days, and today."""
+        self._shared.journal.today()  # a new day may have begun since the last request
         return json_response(self._shared.journal.past)
 
     async def stop(self, _: web.Application) -> None:

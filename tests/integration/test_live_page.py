@@ -13,6 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from proxy.explain import report
+from proxy.explain.report import sums_at
 from proxy.web import page as events_module
 from proxy.web.page import MAX_READERS, POLICY, LivePage
 from tests.integration.conftest import StartRig
@@ -160,6 +162,17 @@ async def test_history_goes_on_after_a_restart(start_rig: StartRig) -> None:
         after = await history(rig)
         assert after["today"]["n_requests"] == 2
         assert sum(minute[1] for minute in after["minutes"]) == 2
+
+
+async def test_history_of_a_new_day_begins_at_zero_before_its_first_request(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig() as rig:
+        await rig.chat(question("a", 300))
+        await rig.settled()
+        monkeypatch.setattr(report, "sums_at", lambda day, now: sums_at(day, now + 24 * 3600))
+        next_day = await history(rig)
+        assert next_day["today"]["n_requests"] == 0 and next_day["hours"][0][1] == 1
 
 
 async def history(rig: Rig) -> Any:
