@@ -230,16 +230,16 @@ def fold_system_messages(draft: Draft) -> None:
     if draft.route is not Route.MESSAGES and accepts is not False:
         return
     folded: list[Json] = []
-    body, has_first = draft.body, name in draft.body
+    body = draft.body
     for i, message in enumerate(draft.messages):
-        is_late = message.get("role") in SYSTEM_ROLES and (folded or has_first)
+        is_late = message.get("role") in SYSTEM_ROLES and (folded or name in body)
         if is_late and plain_text(message.get("content") or "") == "":
             continue
         if not is_late or accepts:
             folded.append(message)
         elif folded:
             folded[-1:] = followed_by(draft.route, folded[-1], _text_at(draft, i))
-        else:
+        elif name in body:
             body = _with_text_behind(draft.route, body, name, _text_at(draft, i))
     draft.body = with_list(body, draft.list_name, folded)
 

@@ -276,7 +276,7 @@ class Draft:
         self.facts = facts
         self.lessons: dict[str, Any] = {}
         self.list_name = list_name(route)
-        self.system_field = _SYSTEM_FIELDS.get(route, "")
+        self.system_field = _SYSTEM_FIELDS.get(route)
 
     @property
     def messages(self) -> list[Json]:

@@ -291,6 +291,12 @@ def test_chat_body_is_folded_where_the_template_refuses() -> None:
     ]
 
 
+def test_field_of_a_chat_body_without_a_name_takes_no_system_prompt() -> None:
+    body = {"": "x", "messages": [system("S"), user("Fix it.")]}
+    result = stabilize(Route.CHAT, body, Memory(), frozenset(Name), REFUSES)
+    assert result.body is body
+
+
 def test_responses_body_is_folded_where_the_template_refuses() -> None:
     output = {"type": "function_call_output", "call_id": "a", "output": "done"}
     late = {
