@@ -175,7 +175,7 @@ def _send(
     for told in server.lines("/v1/completions", body=body, refusals=refusals):
         first, usage = first or time.monotonic() - began, told.get("usage") or usage
     n_reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return (usage["prompt_tokens"], n_reused, first) if usage else None
+    return (n_prompt, n_reused, first) if (n_prompt := usage.get("prompt_tokens")) else None
 
 
 # What a trace tells, and prompts made up from its numbers.

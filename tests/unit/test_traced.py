@@ -1,6 +1,9 @@
 """Traces without texts: what they keep of requests and what they do not tell, and prompts made of them."""
 
-from proxy.cli.trace import _flags, share_known, texts_of, trace_in_words, words_for
+import pytest
+
+from proxy.cli.command import Exit, RunningProxy
+from proxy.cli.trace import _flags, send_all, share_known, texts_of, trace_in_words, words_for
 from proxy.core.model import Prompt
 from proxy.core.tokens import token_ids
 from proxy.explain.views import TracedRequest, numbered, traced
@@ -65,3 +68,14 @@ def test_flags_in_a_report_have_no_names_and_keys() -> None:
         "q8_0",
         "--alias",
     ]
+
+
+@pytest.mark.parametrize("usage", [{"completion_tokens": 1}, {"prompt_tokens": 0}, {}])
+def test_server_that_counts_no_prompt_tokens_ends_a_replay_with_a_message(
+    usage: dict[str, int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunningProxy, "lines", lambda *_, **__: iter([{"usage": usage}]))
+    with pytest.raises(SystemExit) as exited:
+        send_all([asked(FIRST, 0)], RunningProxy("http://127.0.0.1:1", is_admin=False), "")
+    assert exited.value.code == Exit.UNAVAILABLE
+    assert "gives no answer that counts its tokens" in capsys.readouterr().err
