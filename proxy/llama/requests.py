@@ -421,7 +421,7 @@ def route_path(body: GenerationBody) -> str:
     if "input" in fields:
         return "/v1/responses"
     if "messages" in fields:
-        tools = fields.get("tools") or []
-        is_anthropic = "system" in fields or any("input_schema" in tool for tool in tools)
+        schemas = [member(tool, "input_schema") for tool in list_of(fields.get("tools"))]
+        is_anthropic = "system" in fields or any(each is not None for each in schemas)
         return "/v1/messages" if is_anthropic else "/v1/chat/completions"
     return "/completion" if "prompt" in fields else ""

@@ -149,6 +149,8 @@ def test_body_is_cut_to_its_header_and_one_token() -> None:
     assert (path, fields) == ("/completion", {"prompt": [1, 2], **ONE_TOKEN})
     assert warmed(CHAT, is_whole=True)[1]["messages"] == CHAT["messages"]
     assert warmed({"messages": [USER]})[0] == "/v1/chat/completions"
+    for odd in (5, [5], ["input_schema"], [{"input_schema": None}]):
+        assert warmed({"messages": [USER], "tools": odd})[0] == "/v1/chat/completions"
     nothing = parse_body(b'{"nothing": 1}')
     assert nothing is not None and route_path(nothing) == ""
 
