@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,7 +14,6 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.core.conditions import DegradationKind, State, docstrings_of_fields
 from proxy.core.eviction import Removal
@@ -38,47 +37,16 @@ POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 MISSES = tuple(cause for cause in Cause if cause.is_miss)
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
 
-M = TypeVar("M", bound=MetricWrapperBase)
+
+def _metric(kind: Any, /, buckets: tuple[float, ...] = (), **labels: Iterable[str]) -> Any:
+    """Declare a metric of a *kind*; *labels* are all values that each label can have."""
+    return kind, {"buckets": buckets} if buckets else {}, labels
 
 
-class MetricFamily(Generic[M]):
-    """One metric as it is declared and documented; `labels` are all values that each label can have.
-
-    Within a `Metrics` the attribute of the same name is the metric itself.
-    """
-
-    def __init__(
-        self, kind: type[M], /, *, buckets: tuple[float, ...] = (), **labels: Iterable[str]
-    ) -> None:
-        self._kind = kind
-        self._options: dict[str, Any] = {"buckets": buckets} if buckets else {}
-        self.type = kind.__name__.lower()
-        self.labels = {label: tuple(map(str, values)) for label, values in labels.items()}
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self.attribute = name
-        self.name = f"{PREFIX}_{name}" + ("_total" if self._kind is Counter else "")
-
-    def __get__(self, metrics: object, _: type) -> M:
-        raise AttributeError(self.attribute)  # a Metrics has the metric in its own __dict__
-
-    @property
-    def help(self) -> str:
-        """What stands below the name of the metric."""
-        return docstrings_of_fields(Metrics)[self.attribute][0]
-
-    def make(self, registry: CollectorRegistry) -> M:
-        """Return the metric with all its series, at zero: a rate is then right from the first event on."""
-        name, options = f"{PREFIX}_{self.attribute}", self._options
-        metric = self._kind(name, self.help, tuple(self.labels), registry=registry, **options)
-        for values in product(*self.labels.values()) if self.labels else ():
-            metric.labels(*values)
-        return metric
-
-
-_counter = partial(MetricFamily[Counter], Counter)
-_gauge = partial(MetricFamily[Gauge], Gauge)
-_histogram = partial(MetricFamily[Histogram], Histogram, buckets=SECONDS)
+# Within a Metrics, the attribute of the same name is the metric itself.
+_counter: Callable[..., Counter] = partial(_metric, Counter)
+_gauge: Callable[..., Gauge] = partial(_metric, Gauge)
+_histogram: Callable[..., Histogram] = partial(_metric, Histogram, buckets=SECONDS)
 
 
 class Metrics:
@@ -88,9 +56,13 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.set_gauges: Callable[[], None] = lambda: None
-        self.families = [f for f in vars(Metrics).values() if isinstance(f, MetricFamily)]
-        for family in self.families:
-            vars(self)[family.attribute] = family.make(self.registry)
+        for name, (words, *_) in docstrings_of_fields(Metrics).items():
+            kind, options, labels = vars(Metrics)[name]
+            metric = kind(f"{PREFIX}_{name}", words, labels, registry=self.registry, **options)
+            # All series are there, at zero: a rate is then right from the first event on.
+            for values in product(*labels.values()) if labels else ():
+                metric.labels(*values)
+            vars(self)[name] = metric
 
     def exposition(self) -> bytes:
         self.set_gauges()

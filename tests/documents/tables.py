@@ -4,15 +4,15 @@ from textwrap import fill
 
 from proxy.core.conditions import DegradationKind
 from proxy.explain.causes import Cause
-from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
 from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
+from tests.lab.samples import families
 
 
 def metrics_table() -> str:
     """Return every metric as a Markdown table; the values of labels are in /metrics from the start."""
     rows = ["| metric | meaning |", "|---|---|"]
-    for family in Metrics().families:
+    for family in families():
         labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
         rows.append(f"| `{family.name}{labels}` | {family.help} |")
     return "\n".join(rows) + "\n"

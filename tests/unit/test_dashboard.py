@@ -11,13 +11,14 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from proxy.metrics import PREFIX, Metrics
+from proxy.metrics import PREFIX
 from tests.documents.dashboard.rows import ROWS
 from tests.documents.dashboard.tables import ALERTS, alert_rules
 from tests.documents.files import DASHBOARD, REPOSITORY
+from tests.lab.samples import families
 
 GRAFANA = REPOSITORY / "deploy" / "grafana"
-FAMILIES = {family.name: family for family in Metrics().families}
+FAMILIES = {family.name: family for family in families()}
 CONTENT: dict[str, Any] = json.loads(DASHBOARD.read_text())
 SELECTOR = re.compile(rf"({PREFIX}_\w+?)(_bucket|_sum|_count)?\b(?:\{{([^}}]*)\}})?")
 MATCHER = re.compile(r'(\w+)\s*(=~|=|!=)\s*"([^"]*)"')

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from proxy.core.conditions import DegradationKind
-from proxy.metrics import Metrics
 from proxy.settings import NAMES
 from tests.documents.blocks import PAGES
 from tests.documents.files import REPOSITORY, TABLES, generated_files
 from tests.documents.settings import words
 from tests.documents.sizes import Configuration
+from tests.lab.samples import families
 
 DOCS = REPOSITORY / "docs"
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
@@ -39,7 +39,7 @@ def test_monitoring_names_every_degradation() -> None:
 
 
 def test_metrics_that_documents_and_code_name_are_the_same() -> None:
-    names = {family.name for family in Metrics().families}
+    names = {family.name for family in families()}
     assert set(re.findall(r"^\| `(\w+)", (DOCS / "metrics.md").read_text(), re.M)) == names
     suffixes = r"(?:_bucket|_sum|_count)?"
     told = set[str]()

@@ -2,18 +2,18 @@
 
 import ast
 import re
-from typing import Any
 
 import pytest
 
-from proxy.metrics import PREFIX, STAGES, MetricFamily, Metrics
+from proxy.metrics import PREFIX, STAGES, Metrics
+from tests.lab.samples import Family, families
 from tests.unit.test_layers import MODULES
 
-FAMILIES = Metrics().families
+FAMILIES = families()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_metric_follows_the_conventions_of_prometheus(family: MetricFamily[Any]) -> None:
+def test_metric_follows_the_conventions_of_prometheus(family: Family) -> None:
     assert re.fullmatch(rf"{PREFIX}(_[a-z]+)+", family.name)
     assert family.name.endswith("_total") == (family.type == "counter")
     assert not re.search(
@@ -25,9 +25,8 @@ def test_metric_follows_the_conventions_of_prometheus(family: MetricFamily[Any])
 
 
 def test_families_are_all_that_is_registered() -> None:
-    metrics = Metrics()
-    named = {family.name.removesuffix("_total") for family in metrics.families}
-    assert named == {family.name for family in metrics.registry.collect()}
+    named = {family.name.removesuffix("_total") for family in FAMILIES}
+    assert named == {family.name for family in Metrics().registry.collect()}
 
 
 def test_every_labelled_series_is_there_before_anything_happens() -> None:
