@@ -8,7 +8,6 @@ its own only if some code catches that class.
 import os
 import socket
 from ssl import SSLError
-from typing import Literal
 
 
 def in_words(error: BaseException) -> str:
@@ -99,10 +98,6 @@ class WillBeRefused(CacheFault):
     """llama-server will refuse a request before it reaches a slot; the message says why."""
 
 
-class SaveRejected(CacheFault):
-    """A save was answered with 200, but its file contradicts the reply or the plan."""
-
-
 class ProxyError(Exception):
     """The request cannot be served; `status` is that of the answer to the client."""
 
@@ -127,7 +122,7 @@ class ServerAway(ProxyError):
         message: str,
         status: int | None = None,
         *,
-        was_sent: Literal["no", "perhaps", "yes"] = "yes",
+        was_sent: bool = True,
         has_ended: bool = False,
     ) -> None:
         super().__init__(message, status)

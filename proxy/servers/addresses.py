@@ -103,7 +103,7 @@ class HostedModels(Watched):
         for waiting in self._waiting:
             if not waiting.admitted.done():
                 waiting.admitted.set_exception(
-                    ServerAway("its model is not loaded yet", was_sent="no", status=503)
+                    ServerAway("its model is not loaded yet", was_sent=False, status=503)
                 )
         self._waiting.clear()
 
@@ -217,9 +217,8 @@ class HostedModels(Watched):
     async def _admission(self, model: str, since: float) -> None:
         """Wait until the model is loaded, or its load has failed; the queue is ordered by *since*."""
         if self._has_given_up:
-            raise ServerAway(
-                "its model is not loaded, and the proxy is about to stop", was_sent="no", status=503
-            )
+            told = "its model is not loaded, and the proxy is about to stop"
+            raise ServerAway(told, was_sent=False, status=503)
         waiting = _WaitingForModel(since, model, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self._advance()

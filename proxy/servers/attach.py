@@ -36,7 +36,7 @@ from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
-from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
@@ -236,7 +236,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
         async with process.room.probe(slot_id, len(tokens)) as saved:
             probe = saved.state
             if probe.tokens[: len(tokens)] != tokens:
-                raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+                raise CacheFault("a saved slot holds other tokens than were evaluated in it")
             if has_window(probe.layout) and not launch.has_narrow_batches:
                 get_logger("lifecycle").warning(_MAY_BE_WRONG)
             await _look_for_clearing(process, slot_id, fixed[-1:])

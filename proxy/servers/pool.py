@@ -129,10 +129,10 @@ class Pool(Addresses):
             if away.has_ended and await process.has_ended():
                 await self._fatal.note_death(request)
             server.poke()
-            if away.was_sent == "yes":
+            if away.was_sent:
                 raise
             # If llama-server ended over a saved state, that state is quarantined now.
-            is_over = process.queue.is_closed or (away.has_ended and away.was_sent == "no")
+            is_over = process.queue.is_closed or away.has_ended
             if not is_over and not await process.has_ended():
                 raise
             await server.is_lost()
@@ -146,7 +146,7 @@ class Pool(Addresses):
             await self._watched(server, request, request.send(server.upstream, request.raw))
         except ServerAway as away:
             server.poke()
-            may_be_lost &= server.host is not None and away.was_sent != "yes"
+            may_be_lost &= server.host is not None and not away.was_sent
             if may_be_lost and await server.is_lost():
                 return False
             raise

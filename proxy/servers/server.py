@@ -141,7 +141,7 @@ class Watched:
                 if seconds <= 0:
                     is_loading = self.phase is Phase.LOADING
                     why = "is still loading its model" if is_loading else "cannot be reached"
-                    raise ServerAway(f"llama-server {why}", was_sent="no", status=503)
+                    raise ServerAway(f"llama-server {why}", was_sent=False, status=503)
                 await wait_for(self._changed, seconds)
         finally:
             self.n_waiting -= 1

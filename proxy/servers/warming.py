@@ -200,7 +200,7 @@ async def send_for_nobody(
         async with upstream.session.post(upstream.url(path), data=raw, headers=headers) as reply:
             body = await reply.read()
     except aiohttp.ClientConnectorError as error:
-        raise ServerAway(reason_of(error), was_sent="no") from error
+        raise ServerAway(reason_of(error), was_sent=False) from error
     except (aiohttp.ClientError, OSError) as error:
         raise ServerAway(f"llama-server went away: {reason_of(error)}", has_ended=True) from error
     if reply.status != 200:

@@ -126,7 +126,7 @@ class CachedRequest:
             if await self._may_be_our_fault(error):
                 # The suspects are quarantined now, so the request may be tried again.
                 ended = "llama-server ended before it answered"
-                raise ServerAway(ended, was_sent="no", has_ended=True) from error
+                raise ServerAway(ended, was_sent=False, has_ended=True) from error
             raise
         if answer.timings is not None:
             self._account.add(answer.timings)

@@ -105,7 +105,7 @@ class Lease(Generic[C]):
 
 def replaced() -> ServerAway:
     """Return the error to raise when llama-server was replaced before the request was sent."""
-    return ServerAway("llama-server was replaced meanwhile", was_sent="no")
+    return ServerAway("llama-server was replaced meanwhile", was_sent=False)
 
 
 class FreeElsewhere(Exception):

@@ -38,8 +38,8 @@ from proxy.core.slots import Content, Known, kept_after_save
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import (
     WRITE_BUDGET,
+    CacheFault,
     NoRoom,
-    SaveRejected,
     StateFileMalformed,
     StoreFault,
     UpstreamRefused,
@@ -162,7 +162,7 @@ class Room:
         """Check a file that llama-server has written; the slot may have other tokens by now.
 
         The file's real size is learned, and more room is made if it is larger than expected. Raises
-        NoRoom, CannotCache if llama-server saves nothing that the proxy can read, SaveRejected if the file
+        NoRoom, CannotCache if llama-server saves nothing that the proxy can read, CacheFault if the file
         is not what the reply says, StateFileMalformed if it is no state file, StoreFault if there is no
         store.
         """
@@ -269,7 +269,7 @@ class Room:
         try:
             stamp = files.stamp(name)
             if stamp[1] != reply.n_written:
-                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
+                raise CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
             is_changed = files.edit(name, lambda path: order_windows(path, state))
             if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
@@ -284,7 +284,7 @@ class Room:
             detail = f"{path}: {error.strerror}"
             raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
-            raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
+            raise CacheFault(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
         return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager

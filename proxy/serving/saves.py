@@ -22,7 +22,7 @@ from proxy.core.slots import (
     not_to_save,
 )
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
-from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamLost
+from proxy.errors import CacheFault, NoRoom, UpstreamLost
 from proxy.serving.planning import displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
@@ -103,7 +103,7 @@ class SlotSaves:
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
-                            raise SaveRejected(why)
+                            raise CacheFault(why)
                         _end(free)
                         return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:

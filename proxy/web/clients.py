@@ -105,7 +105,7 @@ class Front:
                     await exchange.send(upstream, content, headers=headers)
                     return
                 except ServerAway as away:
-                    if away.was_sent == "yes" or upstream is upstreams[-1]:
+                    if away.was_sent or upstream is upstreams[-1]:
                         raise
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:

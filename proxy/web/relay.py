@@ -88,7 +88,7 @@ class Exchange:
                 raise  # the client is gone, or _relay has told it
             message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
             if isinstance(error, NOT_CONNECTED):
-                raise ServerAway(message, was_sent="no") from error
+                raise ServerAway(message, was_sent=False) from error
             # A call is cut off because its llama-server was told to end.
             raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
 
@@ -272,7 +272,7 @@ async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> Serve
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
     lost = target.lost(answer.status, body)
     if lost == "before":
-        return ServerAway(message, was_sent="no")
+        return ServerAway(message, was_sent=False)
     return ServerAway(message, has_ended=lost == "after")
 
 
