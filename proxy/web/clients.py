@@ -140,7 +140,6 @@ class Front:
         finally:
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.tell, request.foresee = Told, not_looked_up
-            await exchange.writer.stop_keeping()
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body with llama-server's name of the model; raises ProxyError over the limits."""

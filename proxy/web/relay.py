@@ -94,7 +94,7 @@ class Exchange:
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
         """Answer the client with an error; a stream that was begun for a client that waits ends in it."""
-        await self.writer.stop_keeping()
+        self.writer.stop_keeping()
         response = self.writer.response
         if response is not None and not self._has_begun:
             with suppress(ConnectionResetError):
@@ -104,7 +104,7 @@ class Exchange:
 
     async def _relay(self, target: Target, n_found: int | None) -> Answer:
         answer = self._answer
-        await self.writer.stop_keeping()
+        self.writer.stop_keeping()
         waiting = self.writer.response
         if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)

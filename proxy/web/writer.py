@@ -97,7 +97,6 @@ class ClientWriter:
         self._task: asyncio.Task[None] | None = None
         self._n_written_bytes = 0
         self._keeping: asyncio.Task[None] | None = None
-        self._commenting = asyncio.Lock()
         self.response: web.StreamResponse | None = None
         self.on_room: Callable[[], None] = do_nothing
 
@@ -109,26 +108,27 @@ class ClientWriter:
         """
         self._keeping = asyncio.ensure_future(self._keep())
 
-    async def stop_keeping(self) -> None:
-        """Stop the comments; a second call is harmless."""
-        task, self._keeping = self._keeping, None
-        if task is None:
-            return
-        async with self._commenting:  # a comment is not cut in two
+    def stop_keeping(self) -> None:
+        """Stop the comments; a second call is harmless.
+
+        None is cut in two: `write` of aiohttp gives all of it to the transport before it waits, and
+        `prepare` waits for nothing, as the proxy has no on_response_prepare.
+        """
+        task, self._keeping = self._keeping, None  # its traceback would refer to this writer
+        if task is not None:
             task.cancel()
 
     async def _keep(self) -> None:
         with suppress(ConnectionResetError):  # the client left; its handler will learn it too
             while True:
                 await asyncio.sleep(KEEP_SECONDS)
-                async with self._commenting:
-                    if self.response is None:
-                        response = web.StreamResponse(headers=OF_EVENTS)
-                        if origin := self._client.headers.get("Origin"):  # as llama-server does
-                            response.headers["Access-Control-Allow-Origin"] = origin
-                        await response.prepare(self._client)
-                        self.response = response
-                    await self.response.write(COMMENT)
+                if self.response is None:
+                    response = web.StreamResponse(headers=OF_EVENTS)
+                    if origin := self._client.headers.get("Origin"):  # as llama-server does
+                        response.headers["Access-Control-Allow-Origin"] = origin
+                    await response.prepare(self._client)
+                    self.response = response
+                await self.response.write(COMMENT)
 
     def write(self, data: bytes) -> None:
         """Write *data* after the data that waits; raises ConnectionResetError if the client is gone.
@@ -159,9 +159,9 @@ class ClientWriter:
 
     def close(self) -> None:
         """Drop the data that still waits."""
-        for task in (self._keeping, self._task):
-            if task is not None:
-                task.cancel()
+        self.stop_keeping()
+        if self._task is not None:
+            self._task.cancel()
         self._take(len(self._rest))  # a task that never began does not do it
 
     @property
