@@ -450,12 +450,9 @@ _N_CLIENT = 40
 
 def client_name(user_agent: str) -> str:
     """Return what people call the client that sends this User-Agent header, with its version."""
-    library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
     product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
     if user_agent.startswith("Mozilla/"):
         return "a browser"
-    if library:
-        return f"{library[1].replace('/', ' ')} {library[2]}"[:_N_CLIENT]
     if product:
         return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
     return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]

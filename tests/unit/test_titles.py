@@ -45,8 +45,8 @@ def test_title_is_short() -> None:
     [
         ("claude-cli/2.1.329 (external, cli)", "Claude Code 2.1.329"),
         ("opencode/1.18.33 ai-sdk/provider-utils/4.0.23 runtime/bun/1.3.14", "OpenCode 1.18.33"),
-        ("AsyncOpenAI/Python 2.7.1", "OpenAI Python 2.7.1"),
-        ("Anthropic/JS 0.70.0", "Anthropic JS 0.70.0"),
+        ("AsyncOpenAI/Python 2.7.1", "AsyncOpenAI/Python 2.7.1"),
+        ("Anthropic/JS 0.70.0", "Anthropic/JS 0.70.0"),
         ("curl/8.5.0", "curl 8.5.0"),
         ("Mozilla/5.0 (X11; Linux x86_64)", "a browser"),
         ("my\x00client" + "x" * 80, "myclient" + "x" * 32),
