@@ -18,7 +18,6 @@ Digests: TypeAlias = "array[int]"
 
 _PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOOL_RESULT}
 _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
-_SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
 _LONG_BYTES = 200
 _N_TITLE, _LOOKED_AT = 60, 400
 """The most characters of a title, and of the text that the title is made from."""
@@ -176,15 +175,9 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
 
 def _part(message: dict[str, Any]) -> tuple[str, int, int]:
     """Return the letter, the digest and the size of a message."""
-    role, content = text_of(message, "role"), message.get("content")
-    if len(message) == 2 and role in _SEEDS and isinstance(content, str):
-        # Most messages are that simple, and encoding them would take as long as everything else.
-        size_bytes, digest = len(content), xxhash.xxh3_64_intdigest(content.encode(), _SEEDS[role])
-    else:
-        encoded = msgspec.json.encode(message)
-        size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
-    letter = _LETTERS.get(role, "u")
-    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest, size_bytes
+    letter, encoded = _LETTERS.get(text_of(message, "role"), "u"), msgspec.json.encode(message)
+    letter = "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
+    return letter, xxhash.xxh3_64_intdigest(encoded), len(encoded)
 
 
 def words_of(fields: dict[str, Any]) -> str:
