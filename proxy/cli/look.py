@@ -38,7 +38,7 @@ from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.sketch import Cost
+from proxy.explain.sketch import Cost, shortened
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
@@ -195,8 +195,7 @@ def _costs(costs: Sequence[Cost]) -> Iterator[Text]:
 
 def _visible(text: str) -> str:
     """Return a text on one line, without control characters."""
-    plain = text.replace("\n", "⏎")
-    return "".join(c if c.isprintable() else "�" for c in plain)
+    return shortened(text.replace("\n", "⏎"), len(text))
 
 
 # `llama-prefix-cache explain`: why a request did not reuse more of its prompt.

@@ -21,7 +21,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
-from proxy.core.model import Outcome, Prompt, Title, tenant_namespace
+from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
@@ -125,10 +125,6 @@ class Journal:
         """Return what the requests of this day have reused."""
         self.past.today = sums_at(self.past.today, time.time())
         return self.past.today
-
-    def title_of(self, request: "Request") -> Title:
-        """Return the client of a request's conversation and, if text is kept, its first words."""
-        return Title(self.shown(request.words), request.client)
 
     def shown(self, words: str) -> str:
         """Return a conversation's first words if text is kept."""

@@ -165,6 +165,7 @@ class LlamaProcess:
         finally:
             if theirs is not None:
                 os.close(theirs)
+        get_logger("llama-server").info("started llama-server", pid=process.pid)
         return cls(process, output)
 
     def _read(self) -> None:
@@ -200,10 +201,6 @@ class LlamaProcess:
         """What it wrote last, such as the progress of a download; empty if it writes to our stderr."""
         lines = self._written.decode(errors="replace").splitlines()  # a progress bar ends with \r
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     async def wait(self) -> str:
         """Wait for its end; return how it ended, in words."""
@@ -287,7 +284,6 @@ async def _outlast(
     process: LlamaProcess, is_ready: IsReady, says_ready: str
 ) -> tuple[str, float | None]:
     """Return a process's end in words, and how long it had been ready, None if never."""
-    get_logger("llama-server").info("started llama-server", pid=process.pid)
     ended = asyncio.ensure_future(process.wait())
     try:
         ready_at = await _await_ready(process, ended, is_ready, says_ready)

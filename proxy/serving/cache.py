@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.messages import BYTES_PER_TOKEN, Route
-from proxy.core.model import Prompt
+from proxy.core.model import Prompt, Title
 from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused
@@ -210,7 +210,7 @@ class Cache:
             request.why = "empty prompt"
             return
         digests = request.conversation.digests if request.conversation else b""
-        title = process.journal.title_of(request)
+        title = Title(process.journal.shown(request.words), request.client)
         request.prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
 
     def _understand(self, process: Process, request: Request) -> bool:

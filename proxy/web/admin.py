@@ -67,8 +67,6 @@ _JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: then its Authorization is not a client's key."""
 _SLICE_SECONDS = 0.002
-_MOST = 1 << 40
-"""A larger limit in a query is read as this one."""
 
 
 def is_own_name(host: str, own_host: str = "") -> bool:
@@ -346,7 +344,7 @@ def _limit(request: web.Request, default: int) -> int:
     text = request.query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise _refused(web.HTTPBadRequest, f"limit must be a whole number, not {text!r}")
-    return min(int(text), _MOST)
+    return int(text)
 
 
 def _is_asked_for(request: web.Request, name: str) -> bool:
