@@ -34,8 +34,6 @@ _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
 _LOOKING_SECONDS = 0.05
 """How long it takes to read a prompt, to plan, and to restore and save a small state."""
-_FAR_OVER_BYTES = 20
-"""A body with more bytes for each token of the context is judged too long, until one such body fits."""
 BRIEF = "too short: looking it up costs more than it could spare"
 
 
@@ -110,8 +108,6 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
-        if process.tier:
-            fetching.begin(process.tier, process, request)
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -181,7 +177,6 @@ class Cache:
         answer = await request.send(process.upstream, request.raw)
         if answer.status < 400:  # llama-server took it: the key is good, and its slot is not known
             process.slots.forget_free()
-            process.judges_by_size = False
             note_taken(process, request)
         process.report.not_looked_up(request, str(why))
 
@@ -191,10 +186,6 @@ class Cache:
         if not self._understand(process, request) or request.chat is None:
             return
         process.journal.note_chat(request)
-        is_judged = process.judges_by_size and not self._overflow
-        is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
-        if is_judged and is_far_over and not has_media(request.chat):
-            raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(
                 request.route, request.chat, request.headers, request.namespace, process.rule

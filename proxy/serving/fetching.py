@@ -22,21 +22,7 @@ if TYPE_CHECKING:
 
 _LOOK_SHARE, _MOST_LOOK_SECONDS = 0.05, 0.5
 """A request waits for a listing no longer than for this share of what it would take without."""
-_BESIDE_SECONDS = 0.05
-"""A listing that takes longer, as of a directory of many states, is begun only where it may spare more."""
-_LEAST_BYTES = 4 << 10
-"""What has fewer tokens than a shared state has hardly more."""
 _MAX_TRIES = 2
-
-
-def begin(tier: "Tier", process: Process, request: Request) -> None:
-    """List what others have stored while a prompt is read that may be worth a transfer."""
-    if NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
-        try:
-            namespace = process.tenant_namespace(request.tenant)
-            tier.look_since(namespace, request.arrived_at, _BESIDE_SECONDS)
-        except Exception as fault:
-            process.faults.record("share", fault)
 
 
 async def fetch_first(tier: "Tier", process: Process, request: Request) -> bool:

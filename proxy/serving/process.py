@@ -116,8 +116,6 @@ class Process(Services):
     rates: Rates = field(default_factory=Rates)
     has_broken_off: bool = False
     """Whether an answer broke off since the process was last known to run."""
-    judges_by_size: bool = True
-    """False once a body that looked far too long for the context did fit."""
     disabled_shapes: set[str] = field(default_factory=set)
     asks_for_key: bool = True
     is_one_tenant: bool = False

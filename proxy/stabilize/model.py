@@ -74,6 +74,8 @@ _OVERHEAD_BYTES = 250
 """The key, two Python objects, and an entry in two dictionaries."""
 MAX_VARIANTS = 8
 _N_SYSTEM_PROMPTS = 64
+_MOST_CHARS = 100_000
+"""Of a first user message, so many tell its conversation from others."""
 
 
 def key_of(kind: str, *parts: str) -> str:
@@ -330,7 +332,7 @@ class Draft:
     @cached_property
     def _conversation(self) -> str:
         given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
-        return key_of("conversation", *given, _without_dates(self._first_user_text()))
+        return key_of("conversation", *given, _without_dates(self._first_user_text()[:_MOST_CHARS]))
 
     @property
     def _n_first(self) -> int:
@@ -359,7 +361,7 @@ class Draft:
 @lru_cache(_N_SYSTEM_PROMPTS)
 def _what_lasts(text: str) -> str:
     """Return a system prompt without its changing parts; cached, as a long one takes milliseconds."""
-    return COUNT.sub("", ID.sub("", _without_dates(text)))
+    return COUNT.sub("", ID.sub("", DATE.sub(r"\g<words>", text)))
 
 
 @lru_cache(_N_SYSTEM_PROMPTS)

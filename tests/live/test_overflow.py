@@ -1,6 +1,5 @@
 """Conversations that outgrow the context, on a real llama-server."""
 
-from typing import Any
 
 import pytest
 
@@ -72,28 +71,3 @@ async def test_prompt_that_is_refused_costs_the_conversation_nothing(
         n_evaluated, usage = await ask(rig, api, now)
         assert usage is not None and n_evaluated < usage.n_prompt / 4
         assert (await rig.health())["reasons"] == []
-
-
-async def test_chat_far_over_the_context_is_not_read_until_one_turns_out_to_fit(
-    start_rig: StartRig,
-) -> None:
-    n_ctx = 2048
-
-    async def ask(rig: Rig, **fields: Any) -> tuple[int, str]:
-        body = {"max_tokens": 2, **fields}
-        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
-            await reply.read()
-        await rig.accounted()
-        async with rig.client.get(rig.admin_url + "/requests?limit=1") as records:
-            return reply.status, (await records.json())["requests"][0]["why"]
-
-    chat = [{"role": "user", "content": "word " * 200}]
-    unread = "the prompt is far over the context"
-    async with start_rig("hybrid", n_ctx=2 * n_ctx) as rig:
-        assert await ask(rig, messages=chat * 50) == (400, unread)
-        # Most of this body is not rendered.
-        assert await ask(rig, messages=chat, metadata={"note": "x" * 50_000}) == (200, unread)
-        status, why = await ask(rig, messages=chat, metadata={"note": "x" * 50_000})
-        assert status == 200 and why != unread
-        status, why = await ask(rig, messages=chat * 50)
-        assert status == 400 and why != unread
