@@ -1,6 +1,5 @@
 """Conversations that outgrow the context, on a real llama-server."""
 
-
 import pytest
 
 from tests.lab.apis import CHAT, MESSAGES, Api, Usage
