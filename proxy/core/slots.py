@@ -408,12 +408,13 @@ def kept_after_save(n_kept: int, points: Sequence[int], saved: Sequence[int]) ->
     """Return how many points a slot keeps, after a save told which of the predicted *points* exist.
 
     If the oldest point is gone, llama-server had no room for it. A file with few points tells nothing:
-    llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens.
+    llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens. If there are
+    more than were believed in, nobody has told the number, and it is rather llama-server's default.
     """
     is_full = len(saved) >= CHECKPOINTS_PER_REQUEST and bool(points)
     if is_full and FIRST_BLOCK_TOKENS <= points[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN:
         return len(saved)
-    return max(n_kept, len(saved))
+    return MAX_CONTEXT_CHECKPOINTS if len(saved) > n_kept else n_kept
 
 
 def after_evaluation(

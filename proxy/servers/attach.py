@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.launch import Launch
+from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
 from proxy.core.model import (
     CANARY_TOKENS,
     FAR_TOKENS,
@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
-from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, TAINTED, Empty, Origin, SlotTable, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
@@ -103,17 +103,19 @@ async def attach(
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number.
+    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number. If
+    nobody has told, a slot counts as keeping few, of which more are soon seen, and a file as loaded whole.
     *last* is the result of an earlier attach to the same process, which could not cache either.
     """
+    told = launch.n_context_checkpoints
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
         queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
-        n_kept_points=launch.n_context_checkpoints,
-        n_loaded_points=launch.n_context_checkpoints,
+        n_kept_points=N_CONTEXT_CHECKPOINTS if told is None else told,
+        n_loaded_points=MAX_CONTEXT_CHECKPOINTS if told is None else told,
         takes_media=not props.modalities or any(props.modalities.values()),
         has_ram_cache=launch.has_ram_cache,
     )

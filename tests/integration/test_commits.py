@@ -333,8 +333,10 @@ async def test_slot_that_went_on_learns_the_restore_points_of_its_file(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        process.n_kept_points = 32  # nothing is saved before its time
         await rig.chat("a")
-        commits, process = hold_commits(monkeypatch), await rig.attached()
+        commits = hold_commits(monkeypatch)
         await process.saves.begin(FIRST)
         await rig.chat("a", max_tokens=40)
         commits.open()

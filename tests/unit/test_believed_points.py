@@ -31,8 +31,9 @@ def test_save_without_the_oldest_points_tells_how_many_there_are(
     assert kept_after_save(32, points, saved) == n_kept
 
 
-def test_save_with_many_points_raises_the_number_again() -> None:
-    assert kept_after_save(8, POINTS, SIXTEEN) == 16
+def test_save_with_more_points_than_were_believed_in_tells_of_the_default() -> None:
+    assert kept_after_save(8, POINTS, SIXTEEN) == 32
+    assert kept_after_save(16, POINTS, SIXTEEN) == 16
 
 
 def test_newest_points_are_believed_in_as_far_as_one_request_may_not_have_dropped_them() -> None:

@@ -51,7 +51,7 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
 def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
     made = launch(frozenset(("--slot-save-path", "--port", "-np", "--swa-checkpoints")))
     assert added(made) == "--slot-save-path /cache --port 50123 -np 1 --swa-checkpoints 8"
-    assert launch(KNOWN - {"--ctx-checkpoints", "--swa-checkpoints"}).n_context_checkpoints == 32
+    assert launch(KNOWN - {"--ctx-checkpoints", "--swa-checkpoints"}).n_context_checkpoints is None
 
 
 def test_plan_launch_keeps_what_the_user_gave() -> None:
