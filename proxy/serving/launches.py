@@ -81,6 +81,8 @@ class Launches:
         turn = await self.turns.take() if process.clears_idle_slots else None
         with turn or nullcontext():
             if turn or process.is_overfull:
+                # The start before may have emptied a slot just after it was saved.
+                await self._wait_for_saves()
                 with suppress(UpstreamFault):
                     note_emptied(self._table, await process.slot_states())
             yield turn
@@ -106,11 +108,14 @@ class Launches:
         Slots share their cells. If a state is restored first and the others are emptied afterwards, the
         newest tokens lie in front: attention is then summed in another order, and near ties fall otherwise.
         """
-        while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
-            await asyncio.sleep(_SHORT_LOOK_SECONDS)
+        await self._wait_for_saves()
         for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
+
+    async def _wait_for_saves(self) -> None:
+        while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
+            await asyncio.sleep(_SHORT_LOOK_SECONDS)
 
     @contextmanager
     def evaluation(
