@@ -248,6 +248,7 @@ async def test_model_that_is_wanted_does_not_wait_for_all_who_come_later(
 
     async with start_models() as models:
         await models.measure_all()
+        await until(lambda: not any(slot.is_leased for slot in models.slots()))
         async with asyncio.TaskGroup() as group:
             group.create_task(ask(models, "long", "full", 1000))
             await until(lambda: any(slot.is_leased for slot in models.slots()))
