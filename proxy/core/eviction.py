@@ -312,10 +312,12 @@ class Present:
 def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> float:
     """Return the expected seconds to evaluate the *lost* ranges again if a checkpoint were removed."""
     rates = present.rates_by.get(checkpoint.namespace, present.rates)
+    # After the first one, how often somebody has spoken to the model; a tool's result counts too.
+    n_more_turns = max(0, (checkpoint.n_messages - 1) // 2)
     seconds = 0.0
     for part in lost:
         pause_seconds = max(0.0, present.now - part.asked_at)
-        in_swing = (checkpoint.n_turns - 1) / (1 + pause_seconds / SWING_SECONDS)
+        in_swing = n_more_turns / (1 + pause_seconds / SWING_SECONDS)
         likelihood = (1 + in_swing) / (1 + pause_seconds / PAUSE_SECONDS)
         seconds += likelihood * rates.evaluation_seconds(part.begin, part.end)
     return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
@@ -348,17 +350,16 @@ def choose_victims(
     n_bytes_to_free: int,
     relatives: Callable[[Checkpoint], Sequence[Relative]],
     present: Present,
-    *,
+    ranks: Mapping[CheckpointId, Rank],
     in_use: Collection[CheckpointId] = (),
-    quarantined: Collection[CheckpointId] = (),
-    being_replaced: Collection[CheckpointId] = (),
 ) -> tuple[list[Checkpoint], dict[CheckpointId, float]]:
     """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*, and the others' scores.
 
     The scores are of those that were compared and stay. *checkpoints* are ordered by score, the lowest
     first. N_COMPARED of them are compared at a time, and more if all of these are of a high rank.
-    *relatives* returns a checkpoint itself and those that share a prefix with it. No checkpoint that is
-    pinned or *in_use* is returned, even if too few bytes are freed then.
+    *relatives* returns a checkpoint itself and those that share a prefix with it. *ranks* are those that
+    do not follow from what is lost. No checkpoint that is pinned or *in_use* is returned, even if too few
+    bytes are freed then.
     """
     gone: set[CheckpointId] = set()
     compared: dict[CheckpointId, tuple[Checkpoint, Sequence[Relative]]] = {}
@@ -371,11 +372,8 @@ def choose_victims(
     def order(checkpoint: Checkpoint) -> tuple[Rank, float, float, CheckpointId]:
         lost = lost_with(checkpoint)
         value = value_seconds(checkpoint, lost, present) / max(1, checkpoint.size_bytes)
-        rank = rank_of(checkpoint, lost, present)
-        if checkpoint.id in quarantined:
-            rank = Rank.QUARANTINED
-        if checkpoint.id in being_replaced:
-            rank = Rank.BEING_REPLACED
+        given = ranks.get(checkpoint.id)
+        rank = rank_of(checkpoint, lost, present) if given is None else given
         return rank, value, checkpoint.last_used_at, checkpoint.id
 
     heap: list[tuple[Rank, float, float, CheckpointId]] = []

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, groupby
 from math import inf
 from operator import itemgetter
@@ -21,6 +21,7 @@ from cachetools import LRUCache
 
 from proxy.core.eviction import (
     Present,
+    Rank,
     Relative,
     Removal,
     choose_victims,
@@ -217,15 +218,11 @@ class Catalogue:
         """Return the checkpoints to remove to free *n_bytes*; fewer if the others are in use or pinned."""
         first = {*self._quarantined, *self._devalued}
         others = (i for i in self.index.least_valuable() if i not in first)
-        get = cache(self.get)
+        ranks = dict.fromkeys(self._quarantined, Rank.QUARANTINED)
+        ranks |= dict.fromkeys(replaces, Rank.BEING_REPLACED)
+        relatives = partial(self._relatives, get=cache(self.get))
         victims, scores = choose_victims(
-            self._those(chain(first, others)),
-            n_bytes,
-            lambda checkpoint: self._relatives(checkpoint, get),
-            present,
-            in_use=self._in_use,
-            quarantined=self._quarantined,
-            being_replaced=replaces,
+            self._those(chain(first, others)), n_bytes, relatives, present, ranks, self._in_use
         )
         self._scores |= scores
         return victims

@@ -1,6 +1,6 @@
 """Which checkpoints go, and which never do."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from proxy.core.eviction import (
     PAUSE_SECONDS,
     LostRange,
     Present,
+    Rank,
     Relative,
     choose_victims,
     lost_without,
@@ -62,8 +63,16 @@ class Shelf:
         """Return the tokens that losing a checkpoint would cost."""
         return value_seconds(of, self.lost(of), replace(present, rates=steady(1.0)))
 
-    def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
-        victims, _ = choose_victims(self.checkpoints, n_bytes, self.relatives, present, **exempt)
+    def victims(
+        self,
+        n_bytes: int,
+        present: Present = Present(NOW),  # noqa: B008
+        ranks: Mapping[CheckpointId, Rank] = {},  # noqa: B006
+        in_use: Collection[CheckpointId] = (),
+    ) -> list[int]:
+        victims, _ = choose_victims(
+            self.checkpoints, n_bytes, self.relatives, present, ranks, in_use
+        )
         return [v.id for v in victims]
 
     def all_in_order(self, **exempt: Any) -> list[int]:
@@ -166,7 +175,8 @@ def test_choose_victims_takes_the_quarantined_first_and_the_replaced_last() -> N
     shelf = Shelf()
     for mark in range(3):
         shelf.put(suffixed(0, mark, 1280 * (mark + 1)))
-    order = shelf.all_in_order(quarantined={CheckpointId(2)}, being_replaced={CheckpointId(0)})
+    ranks = {CheckpointId(2): Rank.QUARANTINED, CheckpointId(0): Rank.BEING_REPLACED}
+    order = shelf.all_in_order(ranks=ranks)
     assert order == [2, 1, 0]
 
 
@@ -229,8 +239,10 @@ IDS = st.sets(st.integers(0, 6).map(CheckpointId))
 def test_choose_victims_of_anything_frees_enough_and_nothing_in_use_or_pinned(
     shelf: Shelf, n_bytes: int, in_use: set[Any], quarantined: set[Any], replaced: set[Any]
 ) -> None:
-    exempt = {"in_use": in_use, "quarantined": quarantined, "being_replaced": replaced}
-    victims, _ = choose_victims(shelf.checkpoints, n_bytes, shelf.relatives, Present(NOW), **exempt)
+    ranks = dict.fromkeys(quarantined, Rank.QUARANTINED)
+    ranks |= dict.fromkeys(replaced, Rank.BEING_REPLACED)
+    of = shelf.checkpoints, n_bytes, shelf.relatives, Present(NOW)
+    victims, _ = choose_victims(*of, ranks, in_use)
     evictable = [c for c in shelf.checkpoints if c.id not in in_use and not c.is_pinned]
     freed = sum(v.size_bytes for v in victims)
     assert {v.id for v in victims} <= {c.id for c in evictable}
@@ -268,7 +280,8 @@ def test_choose_victims_looks_at_few_and_still_takes_all_in_the_end(
     shelf = Shelf()
     for mark in range(50):
         shelf.put(suffixed(1280, mark, 128 * (1 + mark % 7)), last_used_at=NOW - 50 + mark)
-    order = shelf.all_in_order(quarantined={CheckpointId(0)}, being_replaced={CheckpointId(1)})
+    ranks = {CheckpointId(0): Rank.QUARANTINED, CheckpointId(1): Rank.BEING_REPLACED}
+    order = shelf.all_in_order(ranks=ranks)
     assert sorted(order) == list(range(50))
     assert order[0] == 0 and order[-1] == 1
     assert all(checkpoint_id < n_compared + place for place, checkpoint_id in enumerate(order))

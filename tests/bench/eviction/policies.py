@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from proxy.core.eviction import Present, choose_victims, score_of
+from proxy.core.eviction import Present, Rank, choose_victims, score_of
 from proxy.core.model import Checkpoint, CheckpointId
 from tests.bench.eviction.shelf import File, Shelf
 from tests.bench.eviction.trace import Asked
@@ -86,7 +86,7 @@ class Ours(Policy):
             n_bytes,
             self.shelf.relatives,
             Present(now),
-            being_replaced=replaces,
+            dict.fromkeys(replaces, Rank.BEING_REPLACED),
         )
         for checkpoint_id, score in scores.items():
             self._score(checkpoint_id, score)
