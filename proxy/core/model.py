@@ -107,9 +107,6 @@ class Title(NamedTuple):
     client: str = ""
 
 
-UNTITLED = Title()
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved state, and where it can be continued.
@@ -152,15 +149,10 @@ class Checkpoint:
     checksum: str = ""
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
-    title: Title = UNTITLED
+    title: Title = Title()
     shared_id: str = ""
     is_fetched: bool = False
     n_messages: int = 0
-
-    @property
-    def n_turns(self) -> int:
-        """How often somebody has spoken to the model, at least once; a tool's result counts too."""
-        return max(1, (self.n_messages + 1) // 2)
 
     @property
     def content(self) -> tuple[FilePart, ...]:
@@ -247,7 +239,7 @@ class Prompt:
     shape: str = ""
     text: str = ""
     conversation: bytes = b""
-    title: Title = UNTITLED
+    title: Title = Title()
     goes_on: bool = False
 
     @property
@@ -424,14 +416,6 @@ class KnownNamespace(msgspec.Struct, frozen=True):
 def choose_namespace(known: Iterable[KnownNamespace], canary: Canary) -> KnownNamespace | None:
     """Return the known namespace whose canary is *canary* within the tolerance, or None."""
     return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
-
-
-def new_namespace(static: str, canary: list[tuple[int, float]], name: str) -> KnownNamespace:
-    """Return a new namespace for a model.
-
-    No other model ever gets the same one: the index of the shared store may be older than the index.
-    """
-    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {canary}".encode()), canary, name)
 
 
 def is_same_canary(left: Canary, right: Canary, tolerance: float = TOLERANCE) -> bool:

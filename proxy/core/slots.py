@@ -13,7 +13,6 @@ from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import (
-    UNTITLED,
     Checkpoint,
     CheckpointId,
     Prompt,
@@ -99,7 +98,7 @@ class Known:
     saved_points: tuple[int, ...] = ()
     shape: str = ""
     conversation: bytes = b""
-    title: Title = UNTITLED
+    title: Title = Title()
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
     is_aside: bool = False

@@ -10,13 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
+import xxhash
 
 from proxy.core.model import (
     Checkpoint,
     KnownNamespace,
     choose_namespace,
     is_same_canary,
-    new_namespace,
     tenant_namespace,
 )
 from proxy.core.tokens import Namespace
@@ -104,7 +104,9 @@ def introduce_model(
     """Enter a model if it is not known yet; return its namespace. A known one may get another *name*."""
     known = known_namespaces(index, static)
     chosen = choose_namespace(known, canary)
-    named = chosen or new_namespace(static, canary, name)
+    # No other model ever gets the same id: the index of the shared store may be older than this one.
+    new_id = xxhash.xxh3_128_digest(f"{static} {canary}".encode())
+    named = chosen or KnownNamespace(new_id, canary, name)
     named = msgspec.structs.replace(named, name=name) if renames else named
     if named != chosen:
         others = (each for each in known if each is not chosen)

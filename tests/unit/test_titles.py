@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from proxy.core.eviction import title_of
-from proxy.core.model import UNTITLED, Checkpoint, Family, Title
+from proxy.core.model import Checkpoint, Family, Title
 from proxy.explain.sketch import words_of
 from proxy.explain.views import client_name
 from tests.unit.builders import candidate, checkpoint
@@ -60,9 +60,9 @@ def test_client_is_called_as_people_call_it(user_agent: str, expected: str) -> N
 def test_state_without_a_title_has_that_of_its_session_and_shared_ones_have_no_words() -> None:
     mine, family = Title("Mend the login", "OpenCode 1.18"), Family(7, 70)
     relatives = [candidate(100, 90, family=Family(7, 71)), candidate(90, 90, family=family)]
-    assert title_of(UNTITLED, family, relatives) == UNTITLED
+    assert title_of(Title(), family, relatives) == Title()
     relatives.append(candidate(80, 80, family=family, title=mine))
-    assert title_of(UNTITLED, family, relatives[2:]) == mine
+    assert title_of(Title(), family, relatives[2:]) == mine
     assert title_of(Title("Another"), family, relatives[2:]) == Title("Another")
     assert title_of(mine, Family(7), relatives) == Title("", "OpenCode 1.18")
 
@@ -71,4 +71,4 @@ def test_record_of_an_older_version_is_read_without_a_title() -> None:
     record = msgspec.to_builtins(checkpoint(100, title=Title("Mend", "curl 8.5")))
     assert msgspec.convert(record, Checkpoint).title == Title("Mend", "curl 8.5")
     del record["title"]
-    assert msgspec.convert(record, Checkpoint).title == UNTITLED
+    assert msgspec.convert(record, Checkpoint).title == Title()
