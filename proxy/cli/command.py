@@ -366,7 +366,7 @@ class DirectoryStore:
     def __init__(self, store: StoreDirectory) -> None:
         self._store = store
         # While the directory is locked, no other process writes there.
-        self._records = {f"{c.id:016x}": c for c in store.checkpoints()}
+        self._records = {f"{c.id:016x}": c for c in store.index.all()}
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         names = model_names(self._store.index)

@@ -300,7 +300,7 @@ def check(settings: Settings, fix: bool) -> None:
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
     with offline.open_offline(Path(settings.slot_save_path), mends_index=fix) as store:
-        sizes = [checkpoint.size_bytes for checkpoint in store.checkpoints()]
+        sizes = [checkpoint.size_bytes for checkpoint in store.index.all()]
         with progress("reading", sum(sizes)) as update:
             problems = offline.examine(store, lambda n: update(advance=n))
         if fix:

@@ -202,9 +202,6 @@ class StoreDirectory:
             else:
                 raise IndexDamaged(path, reason)
 
-    def checkpoints(self) -> list[Checkpoint]:
-        return self.index.all()
-
     # Entering, changing and removing one checkpoint.
 
     def commit(self, entry: Entry, newer: Newer = NOTHING_NEWER) -> FileStamp:

@@ -106,7 +106,7 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
     Returns the problems; raises StoreFault. A proxy only compares names when it starts, and verifies a file
     before the file is used.
     """
-    checkpoints = store.checkpoints()
+    checkpoints = store.index.all()
     kinds = {c: kind for c in checkpoints if (kind := _problem_of(store, c, note))}
     changed = [c for c, kind in kinds.items() if kind is ProblemKind.FILE_CHANGED]
     for checkpoint in checkpoints:
@@ -152,7 +152,7 @@ def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
 
 def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
     """Apply the cure of each problem; raises StoreFault or OSError."""
-    by_name = {checkpoint.file_name: checkpoint for checkpoint in store.checkpoints()}
+    by_name = {checkpoint.file_name: checkpoint for checkpoint in store.index.all()}
     for problem in problems:
         match problem.kind:
             case ProblemKind.FILE_WITHOUT_ENTRY:
@@ -259,7 +259,7 @@ def import_checkpoints(
     """
     imported = Imported()
     # Read once: no other process writes while the directory is locked.
-    there, may_be_new = store.checkpoints(), may_be_other_model or not any(owners(store.index))
+    there, may_be_new = store.index.all(), may_be_other_model or not any(owners(store.index))
     try:
         with tarfile.open(file, "r:") as tar:
             while (head := tar.next()) is not None:

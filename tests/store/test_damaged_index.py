@@ -318,7 +318,7 @@ async def test_state_that_was_cut_or_of_an_unknown_model_is_told_and_removed(
                 "it is not known which model a state is of",
             ),
         }
-        assert len(store.checkpoints()) == len(names_in(directory)) == 3
+        assert len(store.index.all()) == len(names_in(directory)) == 3
 
 
 async def test_rebuild_that_was_broken_off_is_taken_up(
@@ -406,7 +406,7 @@ def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
     mended = command(directory, "check", "--fix")
     assert mended.returncode == 0 and "made anew from the states" in mended.stdout
     with open_offline(directory) as store:
-        assert (examine(store, nothing), len(store.checkpoints())) == ([], 4)
+        assert (examine(store, nothing), len(store.index.all())) == ([], 4)
 
 
 async def test_budget_holds_after_a_rebuild(directory: Path) -> None:

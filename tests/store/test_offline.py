@@ -115,11 +115,11 @@ def test_whole_store_has_no_problems(store: StoreDirectory) -> None:
     read: list[int] = []
     examined = examine(store, read.append)
     assert examined == []
-    assert sum(read) == sum(c.size_bytes for c in store.checkpoints()) > 0
+    assert sum(read) == sum(c.size_bytes for c in store.index.all()) > 0
 
 
 def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
-    first, second = sorted(store.checkpoints(), key=lambda c: c.n_tokens)
+    first, second = sorted(store.index.all(), key=lambda c: c.n_tokens)
     hashes = [hash_prefixes(OURS, tokens) for tokens in PROMPTS]
     path = store.files.path(first.file_name)
     beside = store.files.path(store.files.sidecar_name(first.file_name))
@@ -129,7 +129,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
         assert problems(store) == [expected]
         mend(store, examine(store, nothing))
         assert problems(store) == []
-        assert len(store.checkpoints()) == n_left
+        assert len(store.index.all()) == n_left
 
     def enter(checkpoint: Checkpoint) -> None:
         path.write_bytes(whole)
@@ -160,14 +160,14 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
 
 
 def test_file_that_cannot_be_read_is_left_alone(store: StoreDirectory, directory: Path) -> None:
-    (checkpoint, _) = store.checkpoints()
+    (checkpoint, _) = store.index.all()
     file = directory / checkpoint.file_name
     kept = file.rename(file.with_suffix(".kept"))
     file.mkdir()  # reading it fails, even for root
     examined = examine(store, nothing)
     assert [p.kind for p in examined] == [ProblemKind.FILE_UNREADABLE]
     mend(store, examined)
-    assert file.exists() and checkpoint in store.checkpoints()
+    assert file.exists() and checkpoint in store.index.all()
     file.rmdir()
     kept.rename(file)
     assert problems(store) == []
@@ -287,16 +287,16 @@ def test_state_whose_file_is_gone_or_cut_is_not_there_already(
     directory: Path, file: Path, damage: Callable[[Path], None]
 ) -> None:
     with open_offline(directory) as store:
-        broken = store.checkpoints()[0]
+        broken = store.index.all()[0]
         store.update([replace(broken, is_pinned=True)])
         damage(store.files.path(broken.file_name))
     imported = take(directory, file)
     assert (len(imported.entered), imported.n_already_there) == (1, 1)
     with open_offline(directory) as store:
-        assert broken.id not in {checkpoint.id for checkpoint in store.checkpoints()}
-        pinned = [c.n_tokens for c in store.checkpoints() if c.is_pinned]
+        assert broken.id not in {checkpoint.id for checkpoint in store.index.all()}
+        pinned = [c.n_tokens for c in store.index.all() if c.is_pinned]
         assert pinned == [broken.n_tokens], "what takes its place is kept as it was"
-        assert (problems(store), len(store.checkpoints())) == ([], 2)
+        assert (problems(store), len(store.index.all())) == ([], 2)
 
 
 async def test_state_that_ended_llama_server_stays_in_quarantine(
