@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from proxy.core.messages import is_system, list_of, member, text_of, without_reminders
-from proxy.core.tokens import Namespace
+from proxy.core.tokens import Namespace, common_prefix_length
 from proxy.explain.causes import PromptPart
 
 Digests: TypeAlias = "array[int]"
@@ -136,9 +136,7 @@ def share_in_common(new: Sketch, old: Sketch) -> float:
     """Return the estimated share of an older prompt before the first difference; tools come first."""
     if new.tools != old.tools:
         return 0.0
-    message = first_difference(new, old)
-    n_alike = min(len(new.messages), len(old.messages)) if message is None else message
-    n_same = len(old.tools) + n_alike
+    n_same = len(old.tools) + common_prefix_length(new.messages, old.messages)
     return sum(old.sizes[:n_same]) / max(1, sum(old.sizes))
 
 

@@ -302,10 +302,7 @@ def _inlined(given: Json, route: Route, marks: Marks) -> Json:
         return given
     if not reasoning.strip() and not marks.writes_empty:
         return given
-    content = message.get("content") or ""
-    if isinstance(content, list) and all(map(is_text, content)):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    if (content := plain_text(message.get("content") or "", "")) is None:
         raise UnknownShape("an answer's content is not text")
     if content.startswith(marks.begin):
         return given

@@ -220,12 +220,15 @@ def is_text(part: Any) -> bool:
     return is_kind and isinstance(part.get("text"), str)
 
 
-def plain_text(content: Any) -> str | None:
-    """Return the text of a message's content, or None if the content has more than text."""
+def plain_text(content: Any, between: str = "\n") -> str | None:
+    """Return the text of a message's content, or None if the content has more than text.
+
+    The texts of a list are joined with the characters *between*.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(map(is_text, content)):
-        return "\n".join(part["text"] for part in content)
+        return between.join(part["text"] for part in content)
     return None
 
 
