@@ -87,10 +87,6 @@ class HostFacts:
     loaded: str = ""
     problem: str = ""
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind} at {self.url.partition('://')[2]}"
-
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
@@ -192,7 +188,8 @@ def findings_of(setup: Setup) -> list[Finding]:
     """Return all findings; the ones about all llama-servers come last."""
     findings = []
     for host in setup.hosts:
-        findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
+        about = f"{host.kind} at {host.url.partition('://')[2]}"
+        findings += [replace(each, about=about) for each in _host_findings(host, setup)]
     is_missing = not any(host.asked_for or host.problem for host in setup.hosts)
     if setup.asked_for and is_missing and not setup.lock:
         known = _listed({model for host in setup.hosts for model in host.models})
