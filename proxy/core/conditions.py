@@ -93,7 +93,7 @@ class DegradationKind(StrEnum):
     """
 
     UNREACHABLE = "llama-server unreachable"
-    """llama-server does not answer. Requests wait up to upstream_wait_seconds if it has answered before.
+    """llama-server does not answer. Requests wait up to upstream_wait_seconds.
 
     Start llama-server, or correct `upstream` (--upstream URL).
     """

@@ -74,7 +74,7 @@ class HostedModels(Watched):
         host: ModelHost,
         new_server: Callable[["HostedModels", str], Server],
     ) -> None:
-        super().__init__(Phase.ATTACHED, settings.upstream_wait_seconds, was_there=True)
+        super().__init__(Phase.ATTACHED, settings.upstream_wait_seconds)
         self.root = services.upstream
         self.host = host
         self.is_polled = host.is_polled

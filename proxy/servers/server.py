@@ -21,8 +21,7 @@ What a request does (`ready`):
 - attached: it is served.
 - attaching: it waits for the look that runs, for at most ATTACH_WAIT_SECONDS.
 - loading: it waits, for at most `upstream_wait_seconds`.
-- unreachable: it waits, for at most `upstream_wait_seconds` after llama-server went away. No request waits
-  for an address where nothing ever answered: the address is most likely wrong.
+- unreachable: it waits, for at most `upstream_wait_seconds` after llama-server went away or the proxy came.
 - unloaded, not a server: it does not wait.
 """
 
@@ -94,12 +93,11 @@ class Watched:
     is_polled = True
     """Whether it may be polled: llama-swap unloads an unused model, and a poll counts as use."""
 
-    def __init__(self, phase: Phase, patience_seconds: float, *, was_there: bool) -> None:
-        """Requests wait for it only if it *was_there*: it has answered before, or is being started."""
+    def __init__(self, phase: Phase, patience_seconds: float) -> None:
+        """While it is away, requests wait for *patience_seconds* at most."""
         self.phase = phase
         self.n_waiting = 0
         self._patience_seconds = patience_seconds
-        self._was_there = was_there
         self._unreachable_since: float | None = None
         self._changed = asyncio.Event()
         self._poked = asyncio.Event()
@@ -112,7 +110,7 @@ class Watched:
         """Change the phase, and wake the requests that wait."""
         self.phase = phase
         if phase is not Phase.UNREACHABLE:
-            self._was_there, self._unreachable_since = True, None
+            self._unreachable_since = None
         elif self._unreachable_since is None:
             self._unreachable_since = time.monotonic()
         self._wake()
@@ -120,7 +118,7 @@ class Watched:
     @property
     def is_away(self) -> bool:
         """Whether requests wait until it answers again."""
-        return self.phase is Phase.LOADING or (self.phase is Phase.UNREACHABLE and self._was_there)
+        return self.phase in (Phase.LOADING, Phase.UNREACHABLE)
 
     @property
     def is_long_unreachable(self) -> bool:
@@ -186,8 +184,7 @@ class Server(Watched):
         at the address is not a llama-server's.
         """
         phase = Phase.UNLOADED if host else Phase.ATTACHING
-        was_there = launch is not None or host is not None
-        super().__init__(phase, settings.upstream_wait_seconds, was_there=was_there)
+        super().__init__(phase, settings.upstream_wait_seconds)
         self.services = services
         self.upstream = services.upstream
         self._degradations = services.degradations
@@ -217,8 +214,8 @@ class Server(Watched):
     async def ready(self) -> Process | None:
         """Return the process that serves; if there is none, look, and wait for llama-server.
 
-        None if there is nothing to wait for: the phase is unloaded or not a server, nothing ever answered
-        at the address, or the attach takes too long. Raises ServerAway if llama-server is away for too
+        None if there is nothing to wait for: the phase is unloaded or not a server, or the attach takes too
+        long. Raises ServerAway if llama-server is away for too
         long.
         """
         since = time.monotonic()
