@@ -152,7 +152,7 @@ async def attach(
 async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     """Fill one empty slot, run another; return whether the first has lost its tokens, None if unknown.
 
-    For servers that cannot save or erase: both slots keep a few tokens.
+    For servers that cannot save; where llama-server cannot erase either, both slots keep a few tokens.
     """
     with suppress(UpstreamFault):
         empty = [
@@ -165,6 +165,9 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
         for slot_id in empty[:2]:
             await upstream.evaluate(slot_id, _FEW_TOKENS)
         first = next(s for s in await upstream.slots() if s.id == empty[0])
+        with suppress(UpstreamFault):
+            for slot_id in empty[:2]:
+                await upstream.erase(slot_id)
         return None if first.n_held is None else first.n_held == 0
     return None
 
@@ -176,7 +179,13 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
                 process.slots.lease(SlotId(status.id), time.monotonic())
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
-        await _examine(process, await _empty_slot(process, adopted), props, launch)
+        slot_id = await _empty_slot(process, adopted)
+        try:
+            await _examine(process, slot_id, props, launch)
+        except CacheFault:
+            with suppress(UpstreamFault):  # the next try, or `doctor`, needs an empty slot again
+                await process.upstream.erase(slot_id)
+            raise
         known = known_tenants(process.store.index, process.model_namespace)
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])

@@ -265,6 +265,7 @@ async def test_attachment_that_failed_is_tried_again(
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
     async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
         assert (await rig.health())["state"] == "forwarding"
+        assert not any(slot.tokens for slot in rig.server.slots)
         rig.server.faults.refuse.clear()
         await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.health())["state"] == "caching"
