@@ -158,8 +158,8 @@ class DegradationKind(StrEnum):
     ATTACH_FAILED = "attaching failed"
     """llama-server could not be examined at first contact.
 
-    Look at the error. If llama-server is unable to save a slot, its disk is full, or it may not write there:
-    docs/security.md, Two users. The proxy tries again every 15 seconds.
+    Look at the error. If llama-server is unable to save a slot, its disk is full, or it may not write
+    there: docs/security.md, Two users. The proxy tries again every 15 seconds.
     """
 
     RULE_IS_NOTHING = "nothing can be restored"

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from proxy import app
-from tests.fakes.faults import Faults
+from proxy.core.model import SlotId
+from proxy.core.slots import Known
+from proxy.serving.saver import Room
+from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, next_question, question
@@ -178,6 +181,32 @@ async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start
         await until(lambda: rig.running.server.n_queued == 1)
         go_on.set()
         assert [(await each).n_reused for each in asked] == [0, 308]
+
+
+async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process, gate, write = await rig.attached(), Gate(), Room.write
+
+        async def written(room: Room, slot_id: SlotId, name: str) -> Any:
+            saved = await write(room, slot_id, name)
+            rig.server.slots[slot_id].clear()  # another start, which has looked before the save
+            await gate.arrive()
+            return saved
+
+        monkeypatch.setattr(Room, "write", written)
+        (slot_id,) = (s.id for s in process.slots if isinstance(s.content, Known))
+        lease = process.queue.try_lease(slot_id)
+        assert lease is not None
+        with lease:
+            lease.hand_over(process.saves.begin(slot_id))
+        await gate.reached()
+        asked = rig.begin_chat("a")
+        await until(lambda: process.launches.turns.is_taken)
+        gate.open()
+        assert (await asked).n_reused == 308
 
 
 async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:
