@@ -70,11 +70,12 @@ def connect(
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
-    model = model or str(server.ask("GET", "/v1/models", dict[str, Any])["data"][0]["id"])
+    running, servers = server.model_that_runs(told, model)
+    model = model or str(running["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": server.url, "MODEL": model, "KEY": api_key}
-    n_ctx = min(each["n_ctx"] for each in told["servers"])
+    n_ctx = min(each["n_ctx"] for each in servers)
     sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")

@@ -274,8 +274,8 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: A
     before you send it.
     """
     told = proxy.told()
-    server, servers = proxy.clients_side(told, **clients), told["servers"]
-    model = server.ask("GET", "/v1/models", dict[str, Any])["data"][0]
+    server = proxy.clients_side(told, **clients)
+    model, servers = server.model_that_runs(told)
     trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
     figures = send_all(trace, server, model["id"])
     last = proxy.ask("GET", "/requests", dict[str, Any], query={"limit": str(len(trace))})

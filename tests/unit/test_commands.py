@@ -223,6 +223,18 @@ def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Captu
         assert said in capsys.readouterr().err
 
 
+def test_model_of_a_router_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"data": [{"id": "aaa"}, {"id": "coder"}]}
+    monkeypatch.setattr(RunningProxy, "ask", lambda *_: models)
+    coder = {"name": "coder", "n_ctx": 4096}
+    told = {"servers": [{"name": "zzz", "n_ctx": 512}, coder]}
+    server = RunningProxy("127.0.0.1:1")
+    assert server.model_that_runs(told) == ({"id": "coder"}, [coder])
+    assert server.model_that_runs(told, "coder") == ({"id": "coder"}, [coder])
+    of_one = {"servers": [{"name": "127.0.0.1:8080", "n_ctx": 512}]}
+    assert server.model_that_runs(of_one) == ({"id": "aaa"}, of_one["servers"])
+
+
 def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:
     for url in ("127.0.0.1:1", "http://127.0.0.1:1", "http://127.0.0.1:1/v1/"):
         assert RunningProxy(url).address == "127.0.0.1:1"
