@@ -80,7 +80,7 @@ def connect(
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
-    if other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text("utf-8", "replace")):
+    if other != own and other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text("utf-8", "replace")):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
     if not write:
         shown = written(own, content)
@@ -109,7 +109,7 @@ def written(path: Path, content: dict[str, Any]) -> str:
             return "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
         case ".yaml" | ".yml":
             return str(yaml.safe_dump(content, sort_keys=False))
-        case ".json":
+        case ".json" | ".jsonc":
             return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return "".join(f"{name}={value}\n" for name, value in content.items())
 
@@ -132,7 +132,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
         after = f"{_MARK}\n{written(path, content)}{_MARK} ends\n{rest}"
         tomllib.loads(after)
         return after
-    read = json.loads if path.suffix == ".json" else yaml.safe_load
+    read = json.loads if path.suffix in (".json", ".jsonc") else yaml.safe_load
     there = read(before) if before.strip() else {}
     if not isinstance(there, dict):
         raise ValueError("no settings")

@@ -56,6 +56,7 @@ def test_model_name_with_quotes_stays_one_name() -> None:
     ("name", "file", "before"),
     [
         ("opencode", "a.json", '{"theme": "dark", "provider": {"other": {"npm": "x"}}}'),
+        ("opencode", "a.jsonc", '{"theme": "dark", "provider": {"other": {"npm": "x"}}}'),
         ("claude-code", "a.json", '{"env": {"EDITOR": "vi"}, "permissions": {"allow": ["a"]}}'),
         ("continue", "a.yaml", "models:\n- name: mine\n  model: m\n- name: llama-server\n"),
         ("codex", "a.toml", "approval_policy = 'never'\n[model_providers.mine]\nname = 'm'\n"),
@@ -69,8 +70,8 @@ def test_own_settings_stay_and_a_second_merge_changes_nothing(
     path = Path(file)
     after = merged_text(path, before, content(name))
     assert merged_text(path, after, content(name)) == after
-    readers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
-    read = readers.get(path.suffix, yaml.safe_load)
+    readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".yaml": yaml.safe_load}
+    read = readers.get(path.suffix, json.loads)
     for word in ("dark", "vi", "allow", "mine", "never"):
         assert (word in before) <= (word in str(read(after)))
     if path.suffix == ".yaml":
@@ -115,6 +116,7 @@ def test_line_that_was_put_above_ours_stays() -> None:
     ("name", "file", "before"),
     [
         ("opencode", "a.json", "// a comment\n{}"),
+        ("opencode", "a.jsonc", "/* a comment */ {}"),
         ("opencode", "a.json", "[1]"),
         ("codex", "a.toml", "model = 'mine'\n"),
         ("continue", "a.yaml", "models: ["),
