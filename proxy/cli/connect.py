@@ -80,7 +80,8 @@ def connect(
     client = client_of(name, facts | sizes)
     content, hint = client["content"], client.get("hint", "")
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
-    if other != own and other.exists() and re.search(r'"(?!\$schema)\w+"\s*:', other.read_text("utf-8", "replace")):
+    beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
+    if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
     if not write:
         shown = written(own, content)
@@ -108,7 +109,7 @@ def written(path: Path, content: dict[str, Any]) -> str:
         case ".toml":
             return "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
         case ".yaml" | ".yml":
-            return str(yaml.safe_dump(content, sort_keys=False))
+            return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
         case ".json" | ".jsonc":
             return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return "".join(f"{name}={value}\n" for name, value in content.items())
@@ -132,8 +133,10 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
         after = f"{_MARK}\n{written(path, content)}{_MARK} ends\n{rest}"
         tomllib.loads(after)
         return after
-    read = json.loads if path.suffix in (".json", ".jsonc") else yaml.safe_load
-    there = read(before) if before.strip() else {}
+    is_json = path.suffix in (".json", ".jsonc")
+    if not is_json and re.search(r"(?m)(^|\s)#", before):
+        raise ValueError("comments would be lost")
+    there = (json.loads if is_json else yaml.safe_load)(before) if before.strip() else {}
     if not isinstance(there, dict):
         raise ValueError("no settings")
     return written(path, merged(there, content))
@@ -145,7 +148,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = merged_text(path, before, content)
     except (ValueError, yaml.YAMLError):
-        fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
+        toml = "sets some of this already, or is no TOML"
+        why = (
+            toml if path.suffix == ".toml" else "has comments, or is in no form that can be merged"
+        )
+        fail(f"{path} {why}: put in by hand what `connect` prints")
     if before == after:
         return
     _agree(path, before, after)
