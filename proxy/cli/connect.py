@@ -98,7 +98,9 @@ def connect(
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a client's entry of clients.yaml with the *facts* filled in."""
-    quoted = {key: json.dumps(value).strip('"') for key, value in facts.items()}
+    quoted = {
+        key: json.dumps(value).removeprefix('"').removesuffix('"') for key, value in facts.items()
+    }
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
 
@@ -165,12 +167,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def _undo(path: Path) -> None:
     if not _backup(path).exists():
         fail(f"nothing to undo: there is no {_backup(path)}")
-    before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    after = _backup(path).read_text(encoding="utf-8")
     _agree(path, before, after)
     if after:
         _put(path, after)
     else:
-        path.resolve().unlink()
+        path.resolve().unlink(missing_ok=True)
     _backup(path).unlink()
 
 

@@ -50,6 +50,7 @@ def test_model_name_with_quotes_stays_one_name() -> None:
     assert client_of("crush", facts)["content"]["providers"]["llamacpp"]["models"][0]["id"] == (
         'my "own": {model}'
     )
+    assert 'key"' in client_of("openai-sdk", {**FACTS, "KEY": 'key"'})["content"].values()
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,15 @@ def test_what_was_there_comes_back(
         assert list(path.parent.iterdir()) == ([path] if before else [])
         with pytest.raises(SystemExit):
             _undo(path)
+
+
+@pytest.mark.parametrize("before", ["", '{"theme": "dark"}\n'])
+def test_what_was_there_comes_back_after_the_file_was_deleted(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "opencode.json"
+    path.write_text(before)
+    with connect.make_context("connect", ["opencode", "--yes"]):
+        _write(path, content("opencode"))
+        path.unlink()
+        _undo(path)
+    assert (path.read_text() if path.exists() else "") == before
+    assert list(tmp_path.iterdir()) == ([path] if before else [])
