@@ -362,6 +362,9 @@ def allowed(name: str) -> str:
     return ", ".join([words, *bounds])
 
 
+_OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=\w+://)")
+"""What every pod is told of each Service, also of one that is called llama-prefix-cache."""
+
 # The sources of values: flags beat the environment (LLAMA_PREFIX_CACHE_*), the environment beats the YAML
 # file, and the file beats the defaults.
 
@@ -429,10 +432,11 @@ def _read_file(file: Path) -> dict[str, Any]:
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that variables set; raises SettingsError for a variable of no setting."""
     keys = {ENVIRONMENT_PREFIX + name.upper(): name for name in NAMES}
-    for key in environment:
+    ours = {k: v for k, v in environment.items() if not _OF_KUBERNETES.match(f"{k}={v}")}
+    for key in ours:
         if key.startswith(ENVIRONMENT_PREFIX) and key not in {*keys, ENVIRONMENT_PREFIX + "CONFIG"}:
             raise SettingsError(f"environment: {_no_setting(key, list(keys))}")
-    return {name: environment[key] for key, name in keys.items() if key in environment}
+    return {name: ours[key] for key, name in keys.items() if key in ours}
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:

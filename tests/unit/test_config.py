@@ -67,6 +67,18 @@ def test_setting_from_the_environment_is_converted(tmp_path: Path) -> None:
     assert (settings.share_between_api_keys, settings.idle_save_seconds) == (True, 2.5)
 
 
+def test_variables_that_kubernetes_sets_for_services_are_no_settings(tmp_path: Path) -> None:
+    environment = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT_HTTP": "8081",
+        "PORT": "tcp://10.0.0.1:8081",
+        "PORT_8081_TCP_ADDR": "10.0.0.1",
+        "ADMIN_PORT": "tcp://10.0.0.1:8082",
+    }
+    assert load(tmp_path, environment=environment) == load(tmp_path)
+    assert "PORT is no setting" in refusal(tmp_path, environment={"PORT": "8081"})
+
+
 @pytest.mark.parametrize(
     ("written", "n_bytes"),
     [
