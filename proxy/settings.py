@@ -415,7 +415,8 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -426,6 +427,12 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
+    keys = [key for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    for n, key in enumerate(keys):
+        if key.value in [earlier.value for earlier in keys[:n]]:
+            raise SettingsError(
+                f"{file}, line {key.start_mark.line + 1}: {key.value} is there twice"
+            )
     return content
 
 
