@@ -262,7 +262,9 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         models = downloaded(repository.value, os.environ)
     # A model of a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
-        narrow_batches(launch, given, known)
+        presets = Path(given["--models-preset"].value) if "--models-preset" in given else None
+        text = presets.read_text(errors="replace") if presets and presets.is_file() else ""
+        narrow_batches(launch, given, known, text)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:

@@ -17,6 +17,7 @@ from proxy.core.slots import UBATCH_TOKENS
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"
 _NAMES_A_MODEL = re.compile(r"--(model|hf-repo|docker-repo)|.*-default$")
+_UBATCHES = re.compile(r"(?m)^[ \t-]*(?:ubatch-size|ub|LLAMA_ARG_UBATCH)\s*=\s*(\d{1,9})\b")
 _OWN_CACHES = ("--cache-ram", "--cache-disk", "--radix-cache")
 
 N_CONTEXT_CHECKPOINTS = 8
@@ -242,13 +243,17 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
             return
 
 
-def narrow_batches(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+def narrow_batches(
+    launch: Launch, given: Mapping[str, Given], known: Collection[str], presets: str = ""
+) -> None:
     """Let llama-server evaluate one physical batch at a time, for a model with a sliding window.
 
     With several, it sometimes drops cells of the window that the first still needs, and answers wrongly
-    (docs/upstream/window_purged_too_early.py).
+    (docs/upstream/window_purged_too_early.py). A router takes one number for all *presets*, so it is that of
+    the widest: a smaller one would cut the others' physical batches.
     """
-    logical, n_physical = given.get("--batch-size"), _physical(given)
+    logical = given.get("--batch-size")
+    n_physical = max(_physical(given), *map(int, _UBATCHES.findall(presets)), 0)
     if logical is None:
         launch.has_narrow_batches = _add(launch, known, "-b", str(n_physical))
     elif not _is_narrow(given):

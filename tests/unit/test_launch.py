@@ -260,6 +260,14 @@ def test_preset_may_widen_the_batches_that_were_added_but_not_the_users_own(own:
     assert made.environment == ({} if own else {"LLAMA_ARG_BATCH": "512"})
 
 
+def test_batches_are_as_wide_as_those_of_the_widest_preset() -> None:
+    made = launch()
+    presets = "[a]\nubatch-size = 1024\n[b]\nub=4096\n[c]\nLLAMA_ARG_UBATCH = 2048\n"
+    narrow_batches(made, {}, {"-b", "--batch-size"}, presets + "; ub = 9999\nctx-size = 8192\n")
+    let_presets_win(made, {"-b": "LLAMA_ARG_BATCH"})
+    assert made.environment == {"LLAMA_ARG_BATCH": "4096"}
+
+
 def test_restart_delay_doubles_up_to_a_minute() -> None:
     delays = [restart_delay_seconds(n) for n in (1, 2, 3, 7, 5000)]
     assert delays == [1.0, 2.0, 4.0, 60.0, 60.0]
