@@ -246,7 +246,7 @@ def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
-    options = parse_help(read_help(program))
+    options = parse_help(text := read_help(program))
     known, given = known_names(options), read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
     launch = plan_launch(
@@ -257,14 +257,17 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
+    if not options:  # such as for an environment variable that it cannot read
+        said = next(filter(None, map(str.strip, text.splitlines())), "nothing")
+        launch.conflicts.append(f"its --help says: {said}")
     models = [Path(launch.model_path)] if launch.model_path else []
     if (repository := given.get("--hf-repo")) and not models:
         models = downloaded(repository.value, os.environ)
     # A model of a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         presets = Path(given["--models-preset"].value) if "--models-preset" in given else None
-        text = presets.read_text(errors="replace") if presets and presets.is_file() else ""
-        narrow_batches(launch, given, known, text)
+        named = presets.read_text(errors="replace") if presets and presets.is_file() else ""
+        narrow_batches(launch, given, known, named)
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:

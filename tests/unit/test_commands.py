@@ -361,6 +361,14 @@ def test_output_to_a_full_disk_ends_with_one_sentence(switch: str) -> None:
     assert (done.returncode, done.stderr) == (1, "llama-prefix-cache: no space left on device\n")
 
 
+def test_run_says_why_llama_server_shows_no_help(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho\necho error with LLAMA_ARG_PORT: stoi\nexit 1\n")
+    program.chmod(0o755)
+    done = CliRunner().invoke(main, ["run", "--", str(program)])
+    assert done.exit_code == 2 and "its --help says: error with LLAMA_ARG_PORT: stoi" in done.output
+
+
 def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Path) -> None:
     wrong = f"url=file://{tmp_path},key_file={tmp_path}/none"
     for command in ("doctor", "--shared"), ("serve",):
