@@ -413,4 +413,4 @@ def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | N
 
 
 def _turns_off(name: str) -> bool:
-    return name.startswith(("--no-", "-no"))
+    return name.startswith(("--no-", "-n"))  # -nr, -nkvo, -no-kvu

@@ -26,6 +26,8 @@ HELP = """\
 -kvu,  --kv-unified, -no-kvu, --no-kv-unified
                                         use single unified KV buffer shared across all sequences
                                         (env: LLAMA_ARG_KV_UNIFIED)
+--repack, -nr, --no-repack              whether to enable weight repacking (default: enabled)
+                                        (env: LLAMA_ARG_REPACK)
 --metrics                               enable prometheus compatible metrics endpoint (default: disabled)
                                         (env: LLAMA_ARG_ENDPOINT_METRICS)
 --api-key KEY                           API key to use for authentication
@@ -47,6 +49,7 @@ def test_parse_help_finds_all_names_the_number_of_values_and_the_variable() -> N
         Flag(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
         Flag(("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), 1, "LLAMA_ARG_CTX_CHECKPOINTS"),
         Flag(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), 0, "LLAMA_ARG_KV_UNIFIED"),
+        Flag(("--repack", "-nr", "--no-repack"), 0, "LLAMA_ARG_REPACK"),
         Flag(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
         Flag(("--api-key",), 1, "LLAMA_API_KEY"),
         Flag(("--fim-qwen-1.5b-default",), 0),
@@ -79,6 +82,7 @@ def test_read_given_takes_no_value_for_an_option() -> None:
 
 def test_read_given_of_a_switch_tells_on_from_off() -> None:
     assert given("-no-kvu")["--kv-unified"].value == "off"
+    assert given("-nr")["--repack"].value == "off"
     assert given("--no-kv-unified", "-kvu")["--no-kv-unified"].value == "on"
     assert str(given("-kvu")["-kvu"]) == "-kvu"
 
