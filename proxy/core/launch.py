@@ -146,13 +146,16 @@ def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
     # Without a number, as in -np -1, llama-server chooses.
     n_slots = _number(slots) if slots else 1
     launch.n_ctx = _number(context) // (1 if _unified_by(given) else max(1, n_slots))
+    if of_each := _number(given.get("--kv-unified-per-slot")):
+        launch.n_ctx = min(launch.n_ctx or of_each, of_each)
     length = f"{launch.n_ctx:,} tokens" if launch.n_ctx else "the model's whole context"
     return f"{model}, {n_slots or 'some'} slot{'s' * (n_slots != 1)} of {length}"
 
 
 def _number(option: Given | None) -> int:
-    """Return the number that an option has; 0 if it is not given, or has none."""
-    return int(option.value) if option and option.value.isdecimal() else 0
+    """Return the number that an option begins with, as 64 of 64k; 0 if it is not given, or has none."""
+    found = re.match(r"\d+", option.value, re.ASCII) if option else None
+    return int(found[0]) if found else 0
 
 
 def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:

@@ -46,6 +46,10 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
     assert launch(parallel="-1", ctx_size="8192").says.endswith(", some slots of 8,192 tokens")
     assert made.n_ctx == 0
     assert launch(ctx_size="131072", parallel="2").n_ctx == 65536
+    assert launch(ctx_size="64k").n_ctx == 64, "so llama-server reads it"
+    assert launch(kv_unified_per_slot="2048", parallel="2").n_ctx == 2048
+    assert launch(ctx_size="8192", kv_unified="on", kv_unified_per_slot="2048").n_ctx == 2048
+    assert launch(ctx_size="2048", parallel="2", kv_unified_per_slot="2048").n_ctx == 1024
 
 
 def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
