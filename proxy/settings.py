@@ -427,7 +427,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
-    keys = [key for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    node: Any = yaml.compose(text, yaml.SafeLoader)
+    keys = [key for key, _ in node.value]
     for n, key in enumerate(keys):
         if key.value in [earlier.value for earlier in keys[:n]]:
             raise SettingsError(

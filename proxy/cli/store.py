@@ -388,7 +388,7 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     if imported.n_already_there:
         lines.append(f"{imported.n_already_there} were there already")
     if imported.is_new_model:
-        lines.append("This directory is new: whether the states fit shows once their model runs.")
+        lines.append("Their model never ran here: whether the states fit shows once it runs.")
     content = {
         "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],
         "size_bytes": n_bytes,

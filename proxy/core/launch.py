@@ -258,8 +258,8 @@ def narrow_batches(
     """Let llama-server evaluate one physical batch at a time, for a model with a sliding window.
 
     With several, it sometimes drops cells of the window that the first still needs, and answers wrongly
-    (docs/upstream/window_purged_too_early.py). A router takes one number for all *presets*, so it is that of
-    the widest: a smaller one would cut the others' physical batches.
+    (docs/upstream/window_purged_too_early.py). A router takes one number for all *presets*: that of the
+    widest, because a smaller one would cut the others' physical batches.
     """
     logical = given.get("--batch-size")
     n_physical = max(_physical(given), *map(int, _UBATCHES.findall(presets)), 0)

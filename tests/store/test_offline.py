@@ -212,6 +212,9 @@ async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path
     with pytest.raises(StoreFault, match="another model"):
         take(second, file)
     assert not list(second.glob("lpc-*"))
+    status, output = run(second, "import", "--other-model", str(file))
+    assert status == 0 and "is new" not in output and "model never ran here" in output
+    assert run(second, "purge", "--everything", "--yes")[0] == 0
     imported = take(second, file, may_be_other_model=True)
     # The id that the other model has here is not taken for ours.
     assert len(imported.entered) == 2 and imported.entered[0].namespace != OURS
