@@ -181,6 +181,8 @@ def read_records(files: StateFiles) -> list[Sidecar]:
     """
     states = sorted(filter(is_state_name, files.names()))
     records = [record for name in states if (record := read_sidecar(files, name))]
+    if not records and states:
+        raise StoreFault("no state has an intact record: run `check --fix`")
     if not records:
         raise StoreFault(f"there is no store in {files.directory}: no proxy has ever used it")
     return records

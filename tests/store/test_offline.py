@@ -334,6 +334,19 @@ def test_import_leaves_the_free_space_that_saves_leave(
     assert take(second, file).n_already_there == 2
 
 
+def test_export_of_states_without_records_names_the_command_that_mends_them(
+    directory: Path, tmp_path: Path
+) -> None:
+    chosen, file = listed(directory)[0]["id"], str(tmp_path / "file")
+    for record in directory.glob("*.meta"):
+        record.unlink()
+    status, output = run(directory, "export", chosen, "-o", file)
+    assert status == 1 and "intact record: run `check --fix`" in output
+    assert (
+        run(directory, "check", "--fix")[0] == run(directory, "export", chosen, "-o", file)[0] == 0
+    )
+
+
 def test_export_replaces_no_file_of_the_store_and_is_private(
     store: StoreDirectory, tmp_path: Path
 ) -> None:
