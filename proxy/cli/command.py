@@ -459,8 +459,10 @@ def with_directory(command: Command, unset: Literal["known", "made"] = "known") 
     return run
 
 
-def agree_to_write(_: click.Context, __: click.Parameter, file: Path) -> Path:
+def agree_to_write(context: click.Context, _: click.Parameter, file: Path) -> Path:
     """Ask before a command with `yes_option` replaces a file; exit if the file cannot be written."""
+    if context.resilient_parsing:  # the shell completes a line: nobody can answer
+        return file
     place = file if os.path.exists(file) else file.parent
     if not os.access(place, os.W_OK):
         fail(f"{place} does not exist, or this user may not write to it")

@@ -369,6 +369,17 @@ def test_run_says_why_llama_server_shows_no_help(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "its --help says: error with LLAMA_ARG_PORT: stoi" in done.output
 
 
+@pytest.mark.parametrize("words", ["trace export", "export abcd -o", "bench --report"])
+def test_completion_of_a_line_with_a_file_asks_nothing(tmp_path: Path, words: str) -> None:
+    file = tmp_path / "there"
+    file.touch()
+    line = f"llama-prefix-cache {words} {file} --"
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    completing = {**asked, "_LLAMA_PREFIX_CACHE_COMPLETE": "bash_complete"}
+    done = CliRunner(env=completing).invoke(main, prog_name="llama-prefix-cache")
+    assert "Nothing was done" not in done.output and "--yes" in done.output
+
+
 def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Path) -> None:
     wrong = f"url=file://{tmp_path},key_file={tmp_path}/none"
     for command in ("doctor", "--shared"), ("serve",):
