@@ -281,7 +281,7 @@ def is_loopback(host: str) -> bool:
 def admin_token_file(settings: Settings) -> Path:
     """Return the file of the admin listener's token: the one of the settings, or one beside the states."""
     file = settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
-    return Path(file).expanduser()
+    return Path(os.path.expanduser(file))
 
 
 def read_admin_token(settings: Settings) -> str | None:
@@ -393,8 +393,10 @@ def merge_settings(
 
 
 def default_directory() -> Path:
-    """Return the directory in which `run` keeps states if no setting names one."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return the directory in which `run` keeps states if no setting names one; raises SettingsError."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        raise SettingsError("this user has no home: set HOME, or give --slot-save-path")
     return Path(cache, "llama-prefix-cache").absolute()
 
 
@@ -403,7 +405,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's, or start it by `run`")
     settings = _convert(merged, "settings", strict=False)
-    path = Path(settings.slot_save_path).expanduser()
+    path = Path(os.path.expanduser(settings.slot_save_path))  # Path's own one raises RuntimeError
     try:
         if needs_directory and not path.is_dir():
             raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")

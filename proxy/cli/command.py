@@ -86,10 +86,12 @@ def settings_of(
     directory if it exists; "made" makes it; "any" takes it even if it does not exist.
     """
     merged = merge_settings(flags, os.environ, config)
-    if directory == "made" and "slot_save_path" not in merged:
-        default_directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory == "any" or (directory != "given" and default_directory().is_dir()):
-        merged.setdefault("slot_save_path", str(default_directory()))
+    if directory != "given" and "slot_save_path" not in merged:
+        default = default_directory()
+        if directory == "made":
+            default.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory == "any" or default.is_dir():
+            merged["slot_save_path"] = str(default)
     return complete_settings(merged, needs_directory=directory != "any")
 
 
@@ -311,13 +313,16 @@ class RunningProxy:
         refusals: Sequence[int] = (),
     ) -> Iterator[HTTPResponse]:
         """Yield the answer to a request; exit at an error whose status is not in *refusals*."""
+        sent = {**self._headers, **(headers or {})}
+        if not all(value.isascii() and value.isprintable() for value in sent.values()):
+            fail("the key has characters that HTTP does not carry", Exit.USAGE)
         try:
             # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
             with closing(self._connection(self.address, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
                 connection.sock.settimeout(None)
                 target = f"{path}?{urlencode(query)}" if query else path
-                connection.request(method, target, body, {**self._headers, **(headers or {})})
+                connection.request(method, target, body, sent)
                 reply = connection.getresponse()
                 if reply.status == 401 and 401 not in refusals:
                     if "WWW-Authenticate" not in reply.headers:
@@ -428,7 +433,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
             click.echo(f"no proxy answers at {proxy.address}: this is {known} itself", err=True)
         elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
-        with open_offline(slot_save_path.expanduser()) as store:
+        with open_offline(Path(os.path.expanduser(slot_save_path))) as store:
             command(DirectoryStore(store), **arguments)
 
     return run

@@ -62,7 +62,7 @@ def connect(
     if write and undo:
         raise click.UsageError("--write and --undo are opposites: give one")
     usual = client_of(name, {}).get("file")
-    own = file or Path(usual or ".env").expanduser()
+    own = file or Path(os.path.expanduser(usual or ".env"))
     if (write or undo) and not (file or usual):
         fail(f"{name} has no file to write: set what `connect {name}` prints", Exit.USAGE)
     if undo:

@@ -249,11 +249,12 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     options = parse_help(text := read_help(program))
     known, given = known_names(options), read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
+    needs_default = not own_path and "--slot-save-path" not in given
     launch = plan_launch(
         given,
         known,
-        own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
-        default_path=str(default_directory()),
+        own_path=os.path.abspath(os.path.expanduser(own_path)) if own_path else None,
+        default_path=str(default_directory()) if needs_default else "",
         free_port=free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )

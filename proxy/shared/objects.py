@@ -180,7 +180,7 @@ _LEAST_KEY_BYTES = 32
 def read_key(file: Path) -> bytes:
     """Return the key in a file, of any content with at least 32 bytes; raises SettingsError."""
     try:
-        content = file.expanduser().read_bytes()
+        content = Path(os.path.expanduser(file)).read_bytes()
     except OSError as error:
         raise SettingsError(f"shared_store: key_file: {in_words(error)}") from error
     if len(content) < _LEAST_KEY_BYTES:

@@ -380,6 +380,30 @@ def test_completion_of_a_line_with_a_file_asks_nothing(tmp_path: Path, words: st
     assert "Nothing was done" not in done.output and "--yes" in done.output
 
 
+def test_user_without_a_home_needs_none_where_the_directory_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    done = CliRunner().invoke(main, ["config", "--slot-save-path", str(tmp_path)])
+    assert done.exit_code == 0
+    done = CliRunner().invoke(main, ["check"])
+    assert done.exit_code == 2 and "set HOME, or give --slot-save-path" in done.output
+
+
+def test_directory_of_an_unknown_user_is_no_directory() -> None:
+    for path in ("~nosuchuser/x", "~nosuchuser"):
+        done = CliRunner().invoke(main, ["check", "--slot-save-path", path])
+        assert done.exit_code == 2 and f"{path} is not a directory" in done.output
+
+
+def test_key_that_no_header_takes_is_refused_in_words(capsys: Capture) -> None:
+    for key in ("\u043a\u043b\u044e\u0447", "a\nb"):
+        with pytest.raises(SystemExit) as ended:
+            RunningProxy("127.0.0.1:1", key).text("/metrics")
+        assert ended.value.code == 2 and "HTTP does not carry" in capsys.readouterr().err
+
+
 def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Path) -> None:
     wrong = f"url=file://{tmp_path},key_file={tmp_path}/none"
     for command in ("doctor", "--shared"), ("serve",):
