@@ -124,7 +124,12 @@ async def _serve_until_told(
             if run_server is not None:
                 running = asyncio.ensure_future(run_server(proxy.pool.are_met))
                 awaited.add(running)
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                if not is_told.is_set() or (task := asyncio.current_task()) is None:
+                    raise
+                task.cancel()  # told twice at once: the second time cuts the wait that comes next
             if is_told.is_set():
                 n_requests = len(proxy.shared.journal.in_flight)
                 first = f"finishing requests ({n_requests}), then " if n_requests else ""

@@ -1,10 +1,18 @@
 """Leaving: what runs is finished, what is dirty is saved, and nothing waits forever."""
 
 import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
 
+from proxy.cli.serve import _serve_until_told
+from proxy.settings import Settings
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question
 from tests.lab.waiting import HANG_SECONDS, until
@@ -127,3 +135,25 @@ async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -
         await rig.server.restart()
         await rig.start_proxy()
         assert (await rig.chat("a")).status == 200
+
+
+async def test_second_signal_counts_that_comes_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def run_proxy(*_: object, **__: object) -> AsyncIterator[Any]:
+        try:
+            journal = SimpleNamespace(in_flight=[1])
+            yield SimpleNamespace(shared=SimpleNamespace(journal=journal))
+        finally:
+            await asyncio.sleep(30.0)
+
+    monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
+    monkeypatch.setattr("proxy.cli.serve.configure_logging", lambda *_: None)
+    settings = Settings(slot_save_path=str(tmp_path))
+    serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
+    await asyncio.sleep(0.1)
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    done, _ = await asyncio.wait({serving}, timeout=5.0)
+    assert done and serving.cancelled()
