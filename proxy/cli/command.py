@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial, wraps
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, InvalidURL
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -335,7 +335,9 @@ class RunningProxy:
                     fail(_complaint(reply.read()) or self.fail_foreign(), status)
                 yield reply
         except (HTTPException, OSError) as error:
-            nobody = f"answers at {self.url}: {in_words(error)}."
+            is_path = isinstance(error, InvalidURL)
+            why = "only http://HOST:PORT can be asked" if is_path else in_words(error)
+            nobody = f"answers at {self.url}: {why}."
             if not self._is_admin:
                 fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
             fail(

@@ -116,8 +116,8 @@ class DegradationKind(StrEnum):
     NOT_A_LLAMA_SERVER = "not a llama-server"
     """What answers at `upstream` is neither a llama-server with slots nor a known host of models.
 
-    Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; with --api-prefix,
-    add the prefix to the URL.
+    Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; leave out /v1; with
+    --api-prefix, add the prefix to the URL.
     """
     ATTACHING = "attaching"
     """First contact: slots are being saved and the model is being identified.

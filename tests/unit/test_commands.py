@@ -240,7 +240,9 @@ def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:
         assert RunningProxy(url).address == "127.0.0.1:1"
     with pytest.raises(SystemExit) as ended:
         RunningProxy("http://127.0.0.1:1/other").text("/metrics")
-    assert ended.value.code == 69 and "--admin HOST:PORT" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ended.value.code == 69 and "--admin HOST:PORT" in said
+    assert "only http://HOST:PORT can be asked" in said and "nonnumeric" not in said
 
 
 def test_fault_of_tls_is_told_in_its_own_words() -> None:
