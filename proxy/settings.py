@@ -405,6 +405,8 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's, or start it by `run`")
     settings = _convert(merged, "settings", strict=False)
+    if settings.listen == settings.admin and split_address(settings.listen)[1]:
+        raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")
     path = Path(os.path.expanduser(settings.slot_save_path))  # Path's own one raises RuntimeError
     try:
         if needs_directory and not path.is_dir():

@@ -61,6 +61,13 @@ def test_settings_from_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, file="# nothing yet\n") == load(tmp_path)
 
 
+def test_one_address_for_clients_and_operators_is_refused(tmp_path: Path) -> None:
+    assert "listen and admin are both :9" in refusal(
+        tmp_path, flags={"listen": ":9", "admin": ":9"}
+    )
+    assert load(tmp_path, {"listen": ":0", "admin": ":0"}).admin == ":0"
+
+
 def test_setting_that_is_twice_in_the_file_is_refused_with_its_line(tmp_path: Path) -> None:
     said = refusal(tmp_path, file="log_level: debug\n\nlisten: :1\nlog_level: info\n")
     assert said.endswith("config.yaml, line 4: log_level is there twice")
