@@ -13,7 +13,7 @@ import click
 import msgspec
 import uvloop
 
-from proxy.app import run_proxy
+from proxy.app import Running, run_proxy
 from proxy.cli.command import (
     Exit,
     RunningProxy,
@@ -64,7 +64,6 @@ from proxy.settings import (
 
 _MOST_FILES = 10240
 """macOS allows no more (OPEN_MAX)."""
-_CONNECT = "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
 
 # `llama-prefix-cache serve`: serves in front of a llama-server that it did not start.
 
@@ -76,8 +75,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     _serve(settings_of(flags, config))
 
 
-RunServer = Callable[[IsReady], Coroutine[Any, Any, str]]
-"""Runs the llama-server behind the proxy; returns how it ended by itself."""
+RunServer = Callable[[IsReady, str], Coroutine[Any, Any, str]]
+"""Runs llama-server, and logs the text once it is ready; returns how llama-server ended by itself."""
 
 
 def _serve(
@@ -118,11 +117,14 @@ async def _serve_until_told(
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
         async with run_proxy(settings, launch=launch) as proxy:
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
-            says = f"serving {settings.upstream}: {_listeners(settings)}"
+            listeners = _listeners(settings, proxy)
+            says = f"serving {settings.upstream}: {listeners}"
             log.info("serving", **of, says="" if run_server else says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
             if run_server is not None:
-                running = asyncio.ensure_future(run_server(proxy.pool.are_met))
+                running = asyncio.ensure_future(
+                    run_server(proxy.pool.are_met, f"ready: {listeners}")
+                )
                 awaited.add(running)
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -168,12 +170,15 @@ def told_to_stop() -> asyncio.Event:
     return told
 
 
-def _listeners(settings: Settings) -> str:
-    """Return the addresses of the proxy for clients and people, in words."""
-    url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
-    is_usual = settings.admin == SCHEMA["admin"]["default"]
-    where = "" if is_usual else f" --admin {reachable(settings.admin)}"
-    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{'':10}{_CONNECT}{where}"
+def _listeners(settings: Settings, proxy: Running) -> str:
+    """Return the addresses of the proxy for clients and people, in words; the ports are those bound."""
+    bound = (settings.listen, proxy.port), (settings.admin, proxy.admin_port)
+    clients, page = (f"{reachable(a).rpartition(':')[0]}:{port}" for a, port in bound)
+    where = "" if settings.admin == SCHEMA["admin"]["default"] else f" --admin {page}"
+    return (
+        f"clients http://{clients}/v1 (Anthropic: http://{clients}), live page http://{page}\n{'':10}"
+        f"connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode{where}"
+    )
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
@@ -220,7 +225,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     except OSError as error:
         fail(error, Exit.UNAVAILABLE)
 
-    async def run_server(is_ready: IsReady) -> str:
+    async def run_server(is_ready: IsReady, says_ready: str) -> str:
         _tell(launch, is_upstream_given="upstream" in merged)
         return await keep_running(
             [*program, *arguments, *launch.added],
@@ -228,7 +233,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             is_ready,
             restarts=restart,
             is_shown=settings.log_level == "debug",
-            says_ready=f"ready: {_listeners(settings)}",
+            says_ready=says_ready,
         )
 
     if end := _serve(settings, run_server, launch):

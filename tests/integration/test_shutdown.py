@@ -138,22 +138,23 @@ async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -
 
 
 async def test_second_signal_counts_that_comes_with_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @asynccontextmanager
     async def run_proxy(*_: object, **__: object) -> AsyncIterator[Any]:
         try:
             journal = SimpleNamespace(in_flight=[1])
-            yield SimpleNamespace(shared=SimpleNamespace(journal=journal))
+            shared = SimpleNamespace(journal=journal)
+            yield SimpleNamespace(port=1234, admin_port=2, shared=shared)
         finally:
             await asyncio.sleep(30.0)
 
     monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
-    monkeypatch.setattr("proxy.cli.serve.configure_logging", lambda *_: None)
-    settings = Settings(slot_save_path=str(tmp_path))
+    settings = Settings(slot_save_path=str(tmp_path), listen=":0")
     serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
     await asyncio.sleep(0.1)
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)
     done, _ = await asyncio.wait({serving}, timeout=5.0)
     assert done and serving.cancelled()
+    assert "clients http://127.0.0.1:1234/v1" in capsys.readouterr().err
