@@ -407,7 +407,8 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     settings = _convert(merged, "settings", strict=False)
     if settings.listen == settings.admin and split_address(settings.listen)[1]:
         raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")
-    path = Path(os.path.expanduser(settings.slot_save_path))  # Path's own one raises RuntimeError
+    # Absolute, because llama-server may run elsewhere. Path's own expanduser raises RuntimeError.
+    path = Path(os.path.expanduser(settings.slot_save_path)).absolute()
     try:
         if needs_directory and not path.is_dir():
             raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")

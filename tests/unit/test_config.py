@@ -68,6 +68,11 @@ def test_one_address_for_clients_and_operators_is_refused(tmp_path: Path) -> Non
     assert load(tmp_path, {"listen": ":0", "admin": ":0"}).admin == ":0"
 
 
+def test_directory_is_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(tmp_path, {"slot_save_path": "."}).slot_save_path == str(tmp_path)
+
+
 def test_setting_that_is_twice_in_the_file_is_refused_with_its_line(tmp_path: Path) -> None:
     said = refusal(tmp_path, file="log_level: debug\n\nlisten: :1\nlog_level: info\n")
     assert said.endswith("config.yaml, line 4: log_level is there twice")
