@@ -115,6 +115,8 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*row)
+    for column in table.columns:
+        column.overflow = "fold"  # a path that is cut is of no use
     return table
 
 

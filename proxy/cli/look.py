@@ -240,7 +240,8 @@ def config_(config: Path | None, **flags: Any) -> None:
     """
     settings = settings_of(flags, config, "any")
     sources = read_sources(flags, os.environ, config)
-    origins = {name: source for source, values in sources.items() for name in values}
+    origins = {"slot_save_path": "default of run and doctor"}  # serve needs one
+    origins |= {name: source for source, values in sources.items() for name in values}
     rows = []
     for name in NAMES:
         value = written(name, getattr(settings, name))

@@ -300,7 +300,10 @@ def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) ->
     assert told["stabilizers"] == ("safe, sticky_date", str(file))
     assert told["admin"] == ("127.0.0.1:9", "command line")
     assert told["max_store_bytes"] == ("20000000000", "command line")
-    assert told["slot_save_path"] == (str(tmp_path / "llama-prefix-cache"), "default")
+    assert told["slot_save_path"] == (
+        str(tmp_path / "llama-prefix-cache"),
+        "default of run and doctor",
+    )
     shown = CliRunner(env=environment).invoke(main, ["config", *flags]).output
     assert re.search(r"^log_level +error +environment *", shown, re.M)
 
@@ -404,6 +407,15 @@ def test_key_that_no_header_takes_is_refused_in_words(capsys: Capture) -> None:
         with pytest.raises(SystemExit) as ended:
             RunningProxy("127.0.0.1:1", key).text("/metrics")
         assert ended.value.code == 2 and "HTTP does not carry" in capsys.readouterr().err
+
+
+def test_config_shows_long_values_whole_and_whose_default_the_directory_is(tmp_path: Path) -> None:
+    long = "safe, " * 20 + "-keep_tool_order"
+    environment = {"XDG_CACHE_HOME": str(tmp_path / ("a" * 90)), "COLUMNS": "80"}
+    done = CliRunner(env=environment).invoke(main, ["config", "--stabilizers", long])
+    said = "".join(done.output.split())
+    assert done.exit_code == 0 and "…" not in said and "a" * 60 in said
+    assert "defaultofrun" in said
 
 
 def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Path) -> None:
