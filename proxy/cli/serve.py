@@ -71,7 +71,12 @@ _MOST_FILES = 10240
 @click.command()
 @setting_options()
 def serve(config: Path | None, **flags: Any) -> None:
-    """Serve in front of a llama-server that runs already."""
+    """Serve in front of a llama-server that runs already.
+
+    \b
+    llama-server -m model.gguf -c 65536 --slot-save-path ~/slots
+    llama-prefix-cache serve --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
+    """
     _serve(settings_of(flags, config))
 
 

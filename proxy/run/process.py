@@ -2,7 +2,8 @@
 
 llama-server runs in a session of its own: Ctrl-C in a terminal reaches only the proxy, which saves first.
 llama-server's output is shown at level debug; otherwise the last part is kept, and shown if llama-server
-dies. No llama-server outlives the proxy, even if the proxy is killed.
+dies. No llama-server outlives the proxy, even if the proxy is killed; but one that a wrapper script starts
+without `exec` outlives a proxy that is killed, because only the script is known then.
 """
 
 import asyncio
