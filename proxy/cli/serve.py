@@ -33,7 +33,6 @@ from proxy.core.launch import (
     parse_help,
     plan_launch,
     read_given,
-    variables_of,
 )
 from proxy.core.rates import seconds_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
@@ -287,7 +286,9 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:
-        let_presets_win(launch, variables_of(options))
+        let_presets_win(
+            launch, {n: o.environment for o in options if o.environment for n in o.names}
+        )
     return launch
 
 

@@ -366,11 +366,6 @@ def parse_help(text: str) -> list[Flag]:
     return options
 
 
-def variables_of(options: Iterable[Flag]) -> dict[str, str]:
-    """Return the environment variables of the options, by each name of the option."""
-    return {name: o.environment for o in options if o.environment for name in o.names}
-
-
 def known_names(options: Iterable[Flag]) -> frozenset[str]:
     return frozenset(name for option in options for name in option.names)
 
