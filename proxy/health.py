@@ -107,7 +107,8 @@ class Degradations:
             self._active[key] = replace(known, detail=detail or known.detail)
             return
         begun = self._active[key] = Degradation(kind, detail, self._clock(), self.where)
-        self._servers.add(self.where)
+        if self.where:
+            self._servers.add(self.where)
         self._metrics.degradations.labels(kind).inc()
         self._metrics.degraded.labels(kind).set(1)
         self._note_change(before)

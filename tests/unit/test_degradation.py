@@ -99,6 +99,13 @@ def test_worst_reason_comes_first_then_the_oldest(noted: Degradations, clock: Cl
     assert kinds == [K.LOADING, K.SAVES_FAIL, K.ERASES_REFUSED, K.DIRECTORY_IS_OPEN]
 
 
+def test_condition_of_the_proxy_itself_counts_for_no_llama_server(noted: Degradations) -> None:
+    noted.begin(K.DIRECTORY_IS_OPEN)
+    for where in ("one", "two"):
+        noted.at(where).begin(K.UNREACHABLE)
+    assert noted.state is K.UNREACHABLE.leads_to
+
+
 def test_degradation_that_comes_and_goes_is_logged_once_in_a_while(
     noted: Degradations, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
