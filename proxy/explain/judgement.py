@@ -1,5 +1,6 @@
 """What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
 
+Leased = Mapping[str, Collection[int]]
+"""The slots in use of the llama-server processes that run, by the ids of these."""
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
 
@@ -149,13 +152,13 @@ class Past:
     """The facts about a new prompt that known prompts give.
 
     Its first `n_common` tokens were evaluated before. Without a change by the client, that would hold for
-    its first `n_like` tokens. `is_of_other_process` says that the llama-server process that evaluated them
-    has been replaced since.
+    its first `n_like` tokens. `elsewhere` says, if another llama-server process has evaluated them, why
+    its slot does not give them.
     """
 
     n_common: int = 0
     n_like: int = 0
-    is_of_other_process: bool = False
+    elsewhere: Cause | None = None
     loss: Loss = NO_LOSS
 
 
@@ -191,7 +194,12 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
 
 
 def judge_prompt(
-    new: KnownPrompt, nearest: Match | None, compared: Match | None, served: Account, rule: Rule
+    new: KnownPrompt,
+    nearest: Match | None,
+    compared: Match | None,
+    served: Account,
+    rule: Rule,
+    leased: Leased,
 ) -> Judgement:
     """Return why *served*, the request of a *new* prompt, reused no more.
 
@@ -200,8 +208,8 @@ def judge_prompt(
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change, where = Past(0, n_like), None, Divergence()
     if nearest is not None:
-        is_of_other = nearest.known.slot[0] != new.slot[0]
-        past = Past(nearest.n_common, n_like, is_of_other, nearest.known.loss)
+        elsewhere = _why_elsewhere(nearest.known, new, leased)
+        past = Past(nearest.n_common, n_like, elsewhere, nearest.known.loss)
     if compared is not None and served.failure is None and may_be_missed(served, past):
         if change := _change(new, compared):
             cause, where = change
@@ -253,9 +261,19 @@ def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
     cause, n_lost = past.loss
     if cause is not None and n_lost > n_there + SLACK_TOKENS:
         return cause
-    if past.is_of_other_process:
-        return Cause.RESTART
+    if past.elsewhere is not None:
+        return past.elsewhere
     return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE
+
+
+def _why_elsewhere(known: KnownPrompt, new: KnownPrompt, leased: Leased) -> Cause | None:
+    """Return why the slot of a *known* prompt gives nothing if it is another process's; else None."""
+    process_id, slot_id = known.slot
+    if process_id == new.slot[0]:
+        return None
+    if process_id not in leased:
+        return Cause.RESTART
+    return Cause.IN_USE if slot_id in leased[process_id] else None
 
 
 def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:

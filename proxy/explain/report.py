@@ -237,6 +237,8 @@ class Inquiry:
         self._process, self._prompt, self._body = process, prompt, body
         self._journal, self._planned_at = process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
+        running = (p for p in process.served.values() if not p.queue.is_closed)
+        self._leased = {p.id: {s.id for s in p.slots if s.is_leased} for p in running}
         self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
@@ -280,7 +282,8 @@ class Inquiry:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
         matches = known.matches(new, self._known, self._planned_at)
-        return judge_prompt(new, *matches, account, self._process.rule), new, matches
+        judgement = judge_prompt(new, *matches, account, self._process.rule, self._leased)
+        return judgement, new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
         """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more.

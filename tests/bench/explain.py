@@ -71,7 +71,13 @@ class Explainer:
     def __init__(self) -> None:
         self.journal = Journal()
         self.report = Report(Metrics(), self.journal)
-        facts = {"rule": RULE, "id": "process", "opened_store": None, "journal": self.journal}
+        facts = {
+            "rule": RULE,
+            "id": "process",
+            "opened_store": None,
+            "journal": self.journal,
+            "served": {},
+        }
         self.process = cast(Process, SimpleNamespace(**facts))
         self._n_requests = 0
 

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from proxy import app
+from proxy.explain.causes import Cause
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models
 from proxy.servers import addresses
@@ -17,7 +18,7 @@ from proxy.servers.server import Phase
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig
+from tests.integration.rig import Rig, next_question, question
 from tests.lab.running import run_proxy
 from tests.lab.waiting import until
 
@@ -88,6 +89,25 @@ async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
         here.open()
         there.open()
         await asyncio.gather(*running)
+
+
+async def test_slot_of_a_llama_server_that_runs_was_not_lost_by_a_restart(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig, two_servers(rig) as second:
+        first = await rig.chat(question("a", 600))
+        holder = second if served_by(second) else rig.server
+        gate = holder.hold("generate", n_calls=1)
+        goes_on = asyncio.ensure_future(rig.chat(next_question(question("a", 600), first)))
+        await gate.reached()
+        fork = [*question("a", 600), {"role": "assistant", "content": " x"}, *question("b")]
+        journal = rig.running.shared.journal
+        n_before = journal.n_recorded
+        await rig.chat(fork)
+        await until(lambda: journal.n_recorded > n_before)
+        assert journal.latest(1)[0].cause is Cause.IN_USE
+        gate.open()
+        await goes_on
 
 
 async def test_limit_on_requests_grows_with_the_llama_servers(

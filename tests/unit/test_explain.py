@@ -51,7 +51,8 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
             *(NOTHING, POINTS, replace(KNOWN, loss=(Cause.RESTORE_REFUSED, 800))),
             Cause.RESTORE_REFUSED,
         ),
-        (NOTHING, POINTS, replace(KNOWN, is_of_other_process=True), Cause.RESTART),
+        (NOTHING, POINTS, replace(KNOWN, elsewhere=Cause.RESTART), Cause.RESTART),
+        (NOTHING, POINTS, replace(KNOWN, elsewhere=Cause.IN_USE), Cause.IN_USE),
         (NOTHING, POINTS, KNOWN, Cause.NOT_KEPT),
         (NOTHING, NO_RULE, KNOWN, Cause.NOTHING_RESTORABLE),
         (UNUSED, POINTS, KNOWN, Cause.NO_STATE_THERE),
@@ -90,4 +91,4 @@ def test_change_of_the_client_explains_what_would_have_been_reused_without_it() 
 )
 def test_what_failed_comes_first(failure: Cause) -> None:
     failed = served(0, 900, failure=failure)
-    assert cause(failed, replace(KNOWN, is_of_other_process=True), DATE) is failure
+    assert cause(failed, replace(KNOWN, elsewhere=Cause.RESTART), DATE) is failure
