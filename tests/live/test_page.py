@@ -95,6 +95,11 @@ async def slots_and_sums_are_shown(page: Page) -> None:
     await history_tells(page, f"{len(MESSAGES) + 1} requests")
     await page.run("document.querySelector('#period [data-name=days]').click()")
     assert await page.run("document.querySelectorAll('#history .stack').length") == 30
+    await page.run("document.querySelector('#unit [data-name=seconds]').click()")
+    saved = "[...document.querySelectorAll('#history .stack > *')].map(part => part.style.height)"
+    assert {"0%", "100%"} == set(await page.run(saved)), "all was saved today"
+    assert "saved" in await page.run("document.querySelector('#history-sum').innerText")
+    await page.run("document.querySelector('#unit [data-name=tokens]').click()")
 
 
 async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:

@@ -2,7 +2,7 @@
 
 import { byId, choice, fetchJson, kept, say } from "./dom.js";
 import { showColumns, total } from "./columns.js";
-import { counted, day, hour, number, percent, short, span } from "./words.js";
+import { counted, day, hour, percent, seconds, short } from "./words.js";
 
 const REST_MS = 5000; // a busy proxy has news all the time
 const TURN_MS = 60000;
@@ -20,7 +20,7 @@ export class History {
   constructor() {
     this.#press = {
       period: choice(byId("period"), { hours: "2 hours", days: "30 days" }, (period) => this.show({ period })),
-      unit: choice(byId("unit"), { tokens: "tokens", seconds: "seconds" }, (unit) => this.show({ unit })),
+      unit: choice(byId("unit"), { tokens: "tokens", seconds: "seconds saved" }, (unit) => this.show({ unit })),
     };
     setInterval(() => document.hidden || this.show({}), TURN_MS);
     this.show({});
@@ -54,35 +54,37 @@ export class History {
     const spans = period === "hours" ? minutes(this.#kept.minutes) : days(this.#kept.hours);
     const isTokens = unit === "tokens";
     const partsOf = (s) => (isTokens ? s.tokens : s.seconds);
-    const amount = (n) => (isTokens ? counted(Math.round(n), "token") : span(n));
-    showColumns(byId("history"), spans.map((s) => ({ parts: partsOf(s), title: describe(s, partsOf(s), amount) })), {
-      top: (most) => (isTokens ? short(most) : span(most)),
+    const said = isTokens ? tokensSaid : secondsSaid;
+    showColumns(byId("history"), spans.map((s) => ({ parts: partsOf(s), title: `${s.name}: ${describe(s.n, said(partsOf(s)))}` })), {
+      top: isTokens ? short : seconds,
       axis: period === "hours" ? ["2 hours ago", "1 hour ago", "now"] : [spans[0].name, spans[N_DAYS / 2].name, "today"],
     });
-    const sums = [0, 1, 2].map((i) => spans.reduce((sum, s) => sum + partsOf(s)[i], 0));
+    const sums = partsOf(spans[0]).map((_, i) => spans.reduce((sum, s) => sum + partsOf(s)[i], 0));
     const n = spans.reduce((count, s) => count + s.n, 0);
     const when = period === "hours" ? "In the last two hours" : "In the last 30 days";
-    say(byId("history-sum"), n ? `${when}: ${describe({ name: "", n }, sums, amount)}` : `${when} no request has ended.`);
+    say(byId("history-sum"), n ? `${when}: ${describe(n, said(sums))}` : `${when} no request has ended.`);
   }
 }
 
-function describe({ name, n }, parts, amount) {
+const describe = (n, said) => [counted(n, "request"), ...said].join(", ");
+
+function tokensSaid(parts) {
   const [reused, missed] = parts;
   const whole = total(parts);
-  const said = [counted(n, "request")];
-  if (whole) said.push(`${percent(reused, whole)} of ${amount(whole)} reused`);
-  if (missed) said.push(`${amount(missed)} known, yet evaluated`);
-  return (name ? `${name}: ` : "") + said.join(", ");
+  const said = whole ? [`${percent(reused, whole)} of ${counted(whole, "token")} reused`] : [];
+  return missed ? [...said, `${counted(missed, "token")} known, yet evaluated`] : said;
 }
+
+const secondsSaid = ([saved]) => (saved ? [`${seconds(saved)} saved`] : []);
 
 // A span as the proxy keeps it: when it began, then what was counted.
-function add(into, [, n, , reused, missed, fresh, savedSeconds, missedSeconds, newSeconds]) {
+function add(into, [, n, , reused, missed, fresh, savedSeconds]) {
   into.n += n;
   [reused, missed, fresh].forEach((tokens, i) => (into.tokens[i] += tokens));
-  [savedSeconds, missedSeconds, newSeconds].forEach((seconds, i) => (into.seconds[i] += Math.max(0, seconds)));
+  into.seconds[0] += Math.max(0, savedSeconds);
 }
 
-const empty = (name) => ({ name, n: 0, tokens: [0, 0, 0], seconds: [0, 0, 0] });
+const empty = (name) => ({ name, n: 0, tokens: [0, 0, 0], seconds: [0] });
 
 function minutes(spans) {
   const last = Math.floor(Date.now() / 60000);
