@@ -34,6 +34,7 @@ from proxy.cli.command import (
     table_of,
     with_proxy,
 )
+from proxy.core.messages import Kind
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
@@ -97,7 +98,8 @@ _N_CONVERSATIONS = 5
 
 def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the last conversations, named for people, and how much the last request of each reused."""
-    newest = {r["conversation"]: r for r in reversed(requests) if r["client"] != OWN_CLIENT}
+    asked = (r for r in reversed(requests) if r["client"] != OWN_CLIENT and r["kind"] != Kind.AHEAD)
+    newest = {request["conversation"]: request for request in asked}
     last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
     for request in last:
         used = age_in_words(time.time() - request["at"])

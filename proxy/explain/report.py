@@ -184,7 +184,8 @@ class Journal:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             # A command's own requests are meant only if there are no others.
-            ended, own = self._newest(), views.OWN_CLIENT
+            ended = (each for each in self._newest() if each.request.kind is not Kind.AHEAD)
+            own = views.OWN_CLIENT
             return min(ended, key=lambda each: each.request.client == own, default=None)
         if request_id == MISS:
             return next((each for each in self._newest() if each.request.cause.is_miss), None)

@@ -187,10 +187,12 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "title": "mend the login",
         "client": "OpenCode 1.18",
         "model": "",
+        "kind": "user turn",
     }
     hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100}
     warmed = {**hit, "client": OWN_CLIENT, "conversation": "cd34"}
-    overview["requests"] = [hit, {**hit, "confirmed": 0, "at": 5.0}, warmed]
+    ahead = {**hit, "kind": "evaluated ahead", "confirmed": None, "n_prompt": None}
+    overview["requests"] = [ahead, hit, {**hit, "confirmed": 0, "at": 5.0}, warmed]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     noon = datetime.fromtimestamp(1795431600)  # local time, like all times that people read
     assert rows[0] == ("the proxy", f"is caching since {noon:%Y-%m-%d %H:%M}")

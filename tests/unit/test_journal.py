@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.messages import Route
+from proxy.core.messages import Kind, Route
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.judgement import Judgement
 from proxy.explain.report import MAX_REQUESTS, Journal, Report
@@ -102,6 +102,7 @@ def test_last_request_is_that_of_a_client_if_there_is_one() -> None:
     journal.add(record("a", Cause.HIT))
     journal.add(record("b", Cause.HIT))
     journal.add(record("warmed again", Cause.FIRST_SIGHT, client=OWN_CLIENT))
+    journal.add(record("after b", Cause.NOT_LOOKED_UP, kind=Kind.AHEAD))
     assert (found := journal.explain("last")) is not None and found.request.id == "b"
 
 
