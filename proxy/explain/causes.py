@@ -35,6 +35,11 @@ class Cause(StrEnum):
 
     Look at the answer that the client got, or at llama-server's log.
     """
+    NOT_ANSWERED = "not answered to its end"
+    """The answer ended before llama-server said how much it had reused.
+
+    None if the client left. Else look at the answer that the client got, or at llama-server's log.
+    """
 
     BILLING_HEADER = "billing header"
     """Claude Code's billing line, at the top of the system prompt, has other digits.
@@ -196,7 +201,7 @@ class Cause(StrEnum):
     @property
     def is_miss(self) -> bool:
         """Whether tokens were evaluated that could have been reused."""
-        return self not in (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP, Cause.REFUSED)
+        return self not in _NO_MISSES
 
     @property
     def says(self) -> str:
@@ -244,6 +249,7 @@ class PromptPart(StrEnum):
     TEXT = "text"
 
 
+_NO_MISSES = (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP, Cause.REFUSED, Cause.NOT_ANSWERED)
 _WORDS = docstrings_of_fields(Cause)
 _NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)

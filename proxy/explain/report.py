@@ -251,7 +251,7 @@ class Inquiry:
     def judge(self, account: Account, request_id: str) -> Judgement:
         """Return why no more was reused, once the reuse is known, and add the prompt to the known ones."""
         if account.n_reused is None:
-            return NOT_JUDGED
+            return Judgement(Cause.NOT_ANSWERED)
         judgement, new, matches = self._find(account, request_id)
         judgement = self._beside_others(judgement, account)
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
@@ -438,7 +438,7 @@ class Report:
         """Report a request that *error* ended before its answer was whole."""
         why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
-        record = self._record(request, UNANSWERED, NOT_JUDGED, why=why)
+        record = self._record(request, UNANSWERED, Judgement(Cause.NOT_ANSWERED), why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         says = f"{views.api_name(record.path)}  not answered: {why}  id {record.id}"
         reason = str(error) or type(error).__name__

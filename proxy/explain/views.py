@@ -405,7 +405,9 @@ def in_words(record: RequestRecord) -> str:
     if record.cause is Cause.REFUSED:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
-        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
+        if record.chosen is None:
+            return f"{api}  {answered}, not cached: {record.why}"
+        return f"{api}  ended after {took}, llama-server did not say what it reused  id {record.id}"
     reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
     facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
     first = record.first_token_seconds

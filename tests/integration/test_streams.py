@@ -6,8 +6,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from proxy.explain.causes import Cause
+from proxy.explain.views import in_words
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.lab.waiting import until
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": question("a"), "max_tokens": 10},
@@ -96,3 +99,13 @@ async def test_error_of_the_server_reaches_the_client_as_it_is(
         reply = await rig.post(CHAT, BODIES[CHAT])
         assert (reply.status, reply.body) == expected
         assert reply.status == status
+
+
+async def test_answer_without_counts_is_not_said_to_be_not_cached(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.cut_short.add("generate")
+        await rig.post(CHAT, BODIES[CHAT])
+        await until(lambda: rig.n_occupied() == 0)
+        (record,) = rig.running.shared.journal.latest(1)
+        assert record.cause is Cause.NOT_ANSWERED
+        assert "not cached" not in in_words(record)

@@ -137,7 +137,14 @@ RECORD = RequestRecord(
             "/v1/messages  10,634 tokens, 10,490 reused (98.6 %), answered in 2.0 s"
             "  qwen  slot 0  the rest is new",
         ),
-        ({"n_prompt": None, "why": "images"}, "chat  answered in 2.0 s, not cached: images"),
+        (
+            {"n_prompt": None, "why": "images", "chosen": None},
+            "chat  answered in 2.0 s, not cached: images",
+        ),
+        (
+            {"confirmed": None, "why": "a free slot", "cause": Cause.NOT_ANSWERED},
+            "chat  ended after 2.0 s, llama-server did not say what it reused  id 5f0c1a2b",
+        ),
         (
             {"status": 501, "cause": Cause.REFUSED},
             "chat  llama-server refused it (status 501)  id 5f0c1a2b",

@@ -12,7 +12,7 @@ const PARTS = {
   tool: "in a tool's result",
   text: "in the text",
 };
-const NOT_MISSES = ["hit", "first sight", "not looked up", "refused"];
+const NOT_MISSES = ["hit", "first sight", "not looked up", "refused", "not answered to its end"];
 
 export const isMiss = ({ cause }) => !NOT_MISSES.includes(cause);
 

@@ -126,7 +126,7 @@ export class Requests {
     const button = make("button", {
       type: "button", class: isMiss(record) ? "plain miss" : "plain", "aria-expanded": "false", "aria-controls": `why-${record.id}`,
       onclick: () => this.#toggle(record, button),
-    }, record.cause === "not looked up" ? (record.why ?? record.cause) : record.cause);
+    }, saysWhy(record) ? (record.why ?? record.cause) : record.cause);
     const title = make("button", { type: "button", class: "link title", onclick: () => this.choose({ conversation: record.conversation }) }, nameOf(record));
     const from = [record.kind, record.client, record.server ?? record.model].filter(Boolean).join(" · ");
     return make("tr", { "data-id": record.id },
@@ -167,6 +167,8 @@ export class Requests {
     if (this.#records.length >= this.#nShown) byId("older").hidden = false;
   }
 }
+
+const saysWhy = ({ cause, outcome }) => cause === "not looked up" || outcome === "unanswered";
 
 const duration = (n) => (n === null ? "–" : seconds(n));
 
