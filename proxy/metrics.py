@@ -71,7 +71,7 @@ class Metrics:
     requests = _counter(outcome=Outcome)
     """Generation requests answered, by how their prompt was reused: hit (all that was expected),
     partial (less), miss (nothing), bypass (not looked up), degraded (the cache failed, or
-    llama-server was not attached).
+    llama-server was not attached); refused, failed (answered with 4xx, 5xx).
     """
     unanswered_requests = _counter(reason=UNANSWERED)
     """Generation requests that were not answered to the end, by reason."""

@@ -255,6 +255,8 @@ class Outcome(StrEnum):
     MISS = "miss"
     BYPASS = "bypass"
     DEGRADED = "degraded"
+    REFUSED = "refused"
+    FAILED = "failed"
 
 
 # Only `usable_tokens` applies the learned rule; its caller has compared the first n_common tokens, one by

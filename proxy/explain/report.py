@@ -372,9 +372,11 @@ class Report:
         answer, account = request.answer, request.account
         outcome = outcome or (account.outcome if account else Outcome.BYPASS)
         assert answer is not None
-        judgement = judgement if answer.status < 400 else Judgement(Cause.REFUSED)
         if account is not None and outcome is not Outcome.BYPASS:
             self._count_tokens(account)
+        if answer.status >= 400:
+            judgement = Judgement(Cause.REFUSED)
+            outcome = Outcome.REFUSED if answer.status < 500 else Outcome.FAILED
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()

@@ -122,7 +122,8 @@ ROWS = (
     *_rows_of(
         "the request",
         "generate",
-        (Client.SAME_ERROR, "miss", None),
+        (Client.SAME_ERROR, "failed", None),
+        answers_400=(Client.SAME_ERROR, "refused", None),
         resets_the_connection=(Client.BAD_GATEWAY, "unanswered", None),
         breaks_off_in_its_answer=(Client.CUT, "unanswered", None),
         answers_half_of_the_JSON=(Client.HALF, "miss", None),

@@ -162,13 +162,15 @@ REUSE = Row(
             "reqpm",
             "hit: all that was expected was reused; partial: less; miss: nothing; bypass: not "
             "looked up (images, for example); degraded: the cache failed, or llama-server was not "
-            "attached.",
+            "attached; refused, failed: answered with 4xx, 5xx.",
             colors={
                 "hit": GOOD,
                 "partial": "yellow",
                 "miss": FAIR,
                 "bypass": DULL,
                 "degraded": BAD,
+                "refused": "purple",
+                "failed": "dark-red",
             },
         ),
     ),
