@@ -61,6 +61,7 @@ async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig
         await slots_and_sums_are_shown(page)
         await new_request_appears_and_is_explained(rig, page)
         await misses_and_conversations_are_chosen(page)
+        await request_that_ends_during_a_pause_has_one_row(rig, page)
         await store_opens_by_keyboard(page)
         await late_answer_does_not_replace_what_was_chosen_since(page)
         await states_are_pinned_and_deleted_after_a_question(rig, page)
@@ -151,6 +152,20 @@ async def misses_and_conversations_are_chosen(page: Page) -> None:
     await page.until("document.querySelector('.explanation')")
     await page.run("document.querySelector('#every-conversation').click()")
     await page.until(f"{ROWS}.length === {n_all} && document.querySelector('#turns').hidden")
+
+
+async def request_that_ends_during_a_pause_has_one_row(rig: Rig, page: Page) -> None:
+    n_before = await page.run(f"{ROWS}.length")
+    await page.run("document.querySelector('#pause').click()")
+    await rig.chat(asked_on("2026-11-24"), tools=TOOLS, max_tokens=2)
+    await rig.settled()
+    await page.run("document.querySelector('#which [data-name=all]').click()")
+    await page.until(f"{ROWS}.length === {n_before} + 1")
+    await rig.chat(asked_on("2026-11-25"), tools=TOOLS, max_tokens=2)
+    await page.run("document.querySelector('#pause').click()")
+    await page.until(f"{ROWS}.length > {n_before} + 1")
+    ids = await page.run(f"[...{ROWS}].map(row => row.dataset.id)")
+    assert len(ids) == len(set(ids)) == n_before + 2
 
 
 async def store_opens_by_keyboard(page: Page) -> None:

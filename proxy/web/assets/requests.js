@@ -40,7 +40,8 @@ export class Requests {
     const isFirst = !this.#recent.length;
     this.#recent = [...news, ...this.#recent].slice(0, 2 * N_MORE);
     this.#offerClients();
-    const fresh = news.filter((record) => this.#isChosen(record));
+    const loaded = new Set(this.#records.map((record) => record.id)); // while the page was paused
+    const fresh = news.filter((record) => this.#isChosen(record) && !loaded.has(record.id));
     this.#records = [...fresh, ...this.#records];
     const rows = fresh.map((record) => this.#row(record));
     if (!isFirst && fresh.length) {
