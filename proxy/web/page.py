@@ -136,7 +136,7 @@ class LivePage:
         plan = request.account.plan if request.account else None
         n_reused = n_done = plan.start.n_reused if plan else None
         phase, n_generated = self._phase(request), 0
-        status = self._progress.get((request.server, plan.slot_id if plan else 0))
+        status = self._progress.get((request.server, plan.slot_id)) if plan else None
         if status is not None and status.is_processing and phase in ("evaluates", "answers"):
             if status.n_prompt_tokens_processed is not None:
                 n_cached = status.n_prompt_tokens_cache or 0

@@ -15,10 +15,11 @@ from yarl import URL
 
 from proxy.explain import report
 from proxy.explain.report import sums_at
+from proxy.llama.client import SlotStatus
 from proxy.web import page as events_module
 from proxy.web.page import MAX_READERS, POLICY, LivePage
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, question
+from tests.integration.rig import CHAT, Rig, question
 from tests.lab.waiting import HANG_SECONDS, until
 
 
@@ -146,6 +147,33 @@ async def test_request_in_flight_is_told_with_what_it_waits_for(start_rig: Start
         gate.open()
         await asyncio.gather(*running)
         assert (await look(rig, ""))["in_flight"] == []
+
+
+async def test_request_without_a_plan_is_not_told_the_progress_of_another(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told(page: LivePage) -> None:
+        for slot in (0, 1):
+            status = SlotStatus(slot, True, 1, 309, 309, 0, [{"n_decoded": 500}])
+            page._progress["", slot] = status
+
+    monkeypatch.setattr(LivePage, "_ask", told)
+    async with start_rig(n_slots=2) as rig:
+        gate = rig.server.hold("chunk")
+        body = {"messages": question("a"), "stream": True}
+        running = [
+            asyncio.ensure_future(rig.post(CHAT, body | more))
+            for more in ({}, {"cache_prompt": False})
+        ]
+        flights = rig.running.shared.journal.in_flight
+        await until(
+            lambda: len(flights) == 2 and all(f.answering.is_set() for f in flights.values())
+        )
+        await look(rig, "")
+        told_of = [(f["slot"], f["n_generated"]) for f in (await look(rig, ""))["in_flight"]]
+        assert [n if slot is None else -n for slot, n in told_of] == [-500, 0]
+        gate.open()
+        await asyncio.gather(*running)
 
 
 async def test_history_goes_on_after_a_restart(start_rig: StartRig) -> None:
