@@ -217,6 +217,14 @@ async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -
     await page.until("document.querySelector('#map .pinned')")
     assert any(checkpoint.is_pinned for checkpoint in rig.running.store)
     await page.until(button.format("Unpin"))
+    # A change while the page still rests from the one before is seen after the rest.
+    pinned = next(checkpoint.id for checkpoint in rig.running.store if checkpoint.is_pinned)
+    await rig.running.store.pin(pinned, is_pinned=False)
+    await page.until("!document.querySelector('#map .pinned')")
+    await page.until(button.format("Pin"))
+    await rig.running.store.pin(pinned, is_pinned=True)
+    await page.until("document.querySelector('#map .pinned')")
+    await page.until(button.format("Unpin"))
     n_before = len(rig.running.store)
     await page.run(button.format("Delete …") + ".click()")
     await page.until("document.querySelector('dialog').open")
@@ -282,6 +290,9 @@ async def names_and_contrasts_are_as_they_should_be(page: Page) -> None:
 
 async def history_is_asked_for_again_after_it_could_not_be_had(rig: Rig, page: Page) -> None:
     said = "document.querySelector('#history-sum').innerText"
+    async with rig.client.get(rig.admin_url + "/history") as reply:
+        n_ended = sum(minute[1] for minute in (await reply.json())["minutes"])
+    await history_tells(page, f": {n_ended} requests")
     before = await page.run(said)
     await page.run(FAILS_ONCE.format("history"))
     await rig.chat(asked_on("2026-11-22"), tools=TOOLS, max_tokens=2)

@@ -17,6 +17,7 @@ export class Store {
   #nodes = [];
   #nLeftOut = 0;
   #version = null;
+  #last = null; // as the last overview told it
   #isLoading = false;
   #measure = kept.get("measure") ?? "bytes";
   #selected = null;
@@ -34,6 +35,7 @@ export class Store {
 
   // Takes the store's version; the map is asked for again if it has changed.
   take(store) {
+    this.#last = store;
     const isEmpty = !store?.n_checkpoints;
     byId("no-store").hidden = !isEmpty;
     byId("map").hidden = byId("map-legend").hidden = isEmpty;
@@ -53,7 +55,10 @@ export class Store {
     } catch {
       this.#version = null; // the proxy is away
     } finally {
-      setTimeout(() => (this.#isLoading = false), REST_MS);
+      setTimeout(() => {
+        this.#isLoading = false;
+        if (this.#version !== null) this.take(this.#last); // it may have changed meanwhile
+      }, REST_MS);
     }
   }
 
