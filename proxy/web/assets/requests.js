@@ -113,10 +113,19 @@ export class Requests {
       byId("client").value = "";
       await this.#showOlder();
     }
+    if (!this.#find(id)) await this.#showOldest(id);
     const button = this.#find(id)?.querySelector("button[aria-expanded]");
     if (!button) return say(byId("news"), `Request ${id} is not known any more.`);
     if (button.getAttribute("aria-expanded") === "false") button.click();
     button.focus();
+  }
+
+  // The proxy remembers more requests than the page has loaded.
+  async #showOldest(id) {
+    const found = await fetchJson(`requests/${encodeURIComponent(id)}`).catch(() => null);
+    if (!found) return;
+    this.#records.push(found.request);
+    this.#body.append(this.#row(found.request));
   }
 
   #find(id) {
