@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from proxy.core.messages import Kind
-from proxy.core.model import Checkpoint, Prompt, Quarantine
+from proxy.core.model import Checkpoint, Outcome, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
 from proxy.explain.causes import Cause, PromptPart
@@ -416,7 +416,8 @@ def in_words(record: RequestRecord) -> str:
         facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
     where = f"  {record.server}" if record.server else ""
     source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
-    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
+    is_restored = record.chosen == "restore" and record.outcome != Outcome.DEGRADED
+    where += f"  slot {record.slot}" + f" <- {source}" * (is_restored and record.confirmed > 0)
     if record.cause is Cause.FIRST_SIGHT:
         where += "  the rest is new" if record.confirmed else "  new"
     elif record.cause.is_miss:

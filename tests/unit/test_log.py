@@ -142,6 +142,12 @@ RECORD = RequestRecord(
             "chat  answered in 2.0 s, not cached: images",
         ),
         (
+            {"outcome": "degraded", "cause": Cause.RESTORE_REFUSED, "confirmed": 0,
+             "saved_seconds": None},
+            "chat  10,634 tokens, 0 reused (0.0 %), first token 0.56 s  slot 0"
+            "  miss: restore refused (explain 5f0c1a2b)",
+        ),
+        (
             {"confirmed": None, "why": "a free slot", "cause": Cause.NOT_ANSWERED},
             "chat  ended after 2.0 s, llama-server did not say what it reused  id 5f0c1a2b",
         ),
