@@ -1,5 +1,6 @@
 """What is wrong, what was learned, and what llama-server itself says."""
 
+from proxy.settings import MAX_REQUESTS
 from tests.documents.dashboard.model import (
     BAD,
     BLUE,
@@ -68,7 +69,7 @@ TROUBLE = Row(
             (Query(per_minute("unanswered_requests", "reason"), "{{reason}}"),),
             "reqpm",
             "client left: agents give up requests all the time. llama-server gone: it died or was "
-            "restarted. queue full: over 256 at once.",
+            f"restarted. queue full: over {MAX_REQUESTS:,} at once for each URL of `upstream`.",
             width=12,
             colors={
                 "client left": DULL,
