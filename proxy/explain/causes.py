@@ -137,7 +137,7 @@ class Cause(StrEnum):
     EVICTED = "state evicted"
     """The state was deleted to make room.
 
-    Raise `max_store_bytes`, or pin the checkpoint.
+    More room: `max_store_bytes`, or free space on the disk. Or pin the checkpoint.
     """
     RESTART = "slot lost by a restart"
     """The slot that held it was lost when llama-server restarted.
