@@ -7,9 +7,11 @@ import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start, Why
+from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Divergence
-from proxy.explain.judgement import Account, Judgement, Past, judge, may_be_missed
+from proxy.explain.compare import Divergence, Rendering
+from proxy.explain.judgement import Account, Judgement, Past, judge, judge_prompt, may_be_missed
+from proxy.explain.known import KnownPrompt, Match
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
 
@@ -92,3 +94,32 @@ def test_change_of_the_client_explains_what_would_have_been_reused_without_it() 
 def test_what_failed_comes_first(failure: Cause) -> None:
     failed = served(0, 900, failure=failure)
     assert cause(failed, replace(KNOWN, elsewhere=Cause.RESTART), DATE) is failure
+
+
+def judged(system: str, *messages: str) -> Judgement:
+    """Return the judgement on a prompt, of a token for each character, after one under another header."""
+    after = [
+        known_prompt(*each) for each in (("Sing of the sea. " * 60, *messages), (system, *messages))
+    ]
+    old, new = after
+    n_common = common_prefix_length(old.tokens, new.tokens)
+    match = Match(old, n_common, is_same_conversation=True)
+    plan = Plan(Start(SlotId(0), n_common, n_common), why=Why.LIVE_LONGEST, n_shared=n_common)
+    account = Account(plan, len(new.tokens), n_reused=n_common)
+    return judge_prompt(new, match, match, account, POINTS, {})
+
+
+def known_prompt(system: str, *messages: str) -> KnownPrompt:
+    roles = ("system", "user", "assistant", "user")
+    asked = [{"role": r, "content": c} for r, c in zip(roles, (system, *messages), strict=False)]
+    text = "<|begin|>" + "".join(f"<|{m['role']}|>{m['content']}" for m in asked)
+    rendering, tokens = Rendering({"messages": asked}, text), token_ids(list(text.encode()))
+    return KnownPrompt(Namespace(b"n" * 16), tokens, rendering, ("process", 0), 1.0, ("id",))
+
+
+def test_header_that_nobody_has_sent_before_is_not_missed() -> None:
+    other, question, answer = "Check what it returns. " * 50, "Look at it. " * 20, "I see. " * 80
+    assert judged(other, question).cause is Cause.FIRST_SIGHT
+    moved = judged(other, question, answer, "Go on.")
+    assert moved.cause is Cause.NEW_HEADER
+    assert len(answer) < moved.n_missed < len(question + answer) + 200
