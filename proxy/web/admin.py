@@ -383,7 +383,6 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
     degradations, store = shared.everywhere, shared.opened_store
     return {
         "listen": pool.settings.listen,
-        "upstream": pool.settings.upstream,
         "state": degradations.state,
         "since": _moment(degradations.since),
         "reasons": [
