@@ -280,9 +280,9 @@ test-image: $(SETUP) llama-server models $(DEBIAN) $(ENGINE)
 $(ENGINE):
 	tests/deployment/fetch_engine.sh $(LAB)/engine
 
-# docs/quickstart.md on a bare Debian, timed, with the OpenCode of `make test-clients`; then docs/systemd.md on one
+# docs/quickstart.md on a bare Debian, timed, with a real OpenCode; then docs/systemd.md on one
 # that systemd-nspawn boots.
-test-bare: $(SETUP) llama-server models $(DEBIAN)
+test-bare: $(SETUP) llama-server models $(CLIENTS) $(DEBIAN)
 	$(BIN)/python -m tests.deployment.run_bare
 	$(BIN)/python -m tests.deployment.run_booted
 $(DEBIAN):
