@@ -433,12 +433,12 @@ def _read_file(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
     node: Any = yaml.compose(text, yaml.SafeLoader)
-    keys = [key for key, _ in node.value]
-    for n, key in enumerate(keys):
-        if key.value in [earlier.value for earlier in keys[:n]]:
-            raise SettingsError(
-                f"{file}, line {key.start_mark.line + 1}: {key.value} is there twice"
-            )
+    seen = set[str]()
+    for key, _ in node.value:
+        if key.value in seen:
+            line = key.start_mark.line + 1
+            raise SettingsError(f"{file}, line {line}: {key.value} is there twice")
+        seen.add(key.value)
     return content
 
 

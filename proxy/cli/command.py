@@ -270,14 +270,16 @@ class RunningProxy:
     def model_that_runs(
         self, told: dict[str, Any], name: str | None = None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return what /v1/models tells of a model (*name*, or any that runs), and its servers in *told*.
+        """Return a model, as /v1/models tells of one that runs unless *name* is given, and its servers.
 
         A router lists its models by their names: to ask for the first one would unload another.
         """
-        models, servers = self.ask("GET", "/v1/models", dict[str, Any])["data"], told["servers"]
-        names = [name] if name else [each["name"] for each in servers]
-        model = next((each for each in models if each["id"] in names), models[0])
-        return model, [each for each in servers if each["name"] == (name or model["id"])] or servers
+        servers, model = told["servers"], {"id": name}
+        if name is None:
+            models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
+            names = [each["name"] for each in servers]
+            model = next((each for each in models if each["id"] in names), models[0])
+        return model, [each for each in servers if each["name"] == model["id"]] or servers
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"

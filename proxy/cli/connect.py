@@ -70,8 +70,8 @@ def connect(
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
-    running, servers = server.model_that_runs(told, model)
-    model = model or str(running["id"])
+    chosen, servers = server.model_that_runs(told, model)
+    model = str(chosen["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": server.url, "MODEL": model, "KEY": api_key}
@@ -150,10 +150,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = merged_text(path, before, content)
     except (ValueError, yaml.YAMLError):
-        toml = "sets some of this already, or is no TOML"
-        why = (
-            toml if path.suffix == ".toml" else "has comments, or is in no form that can be merged"
-        )
+        why = "has comments, or is in no form that can be merged"
+        if path.suffix == ".toml":
+            why = "sets some of this already, or is no TOML"
         fail(f"{path} {why}: put in by hand what `connect` prints")
     if before == after:
         return

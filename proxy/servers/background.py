@@ -305,18 +305,18 @@ class Ahead:
             if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
             start = plan_in(process, next_prompt, slot.id).start
-            begin = len(tokens) if start.erases else start.n_reused
-            seconds = process.rates.evaluation_seconds(begin, len(tokens))
-            if not _WORTH_SECONDS <= seconds <= self._max_seconds:
+            seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
+            if start.erases or not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
             self._is_evaluating = True
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
                 await process.finish(lease, process.saves.write_back(slot.id))
-                # It may have taken the place of the state to restore.
+                # The save may have taken the place of the state to restore, or cut the slot back.
                 start = plan_in(process, next_prompt, slot.id).start
             if start.restored:
                 await process.store.verify(start.restored.checkpoint)
                 await process.finish(lease, process.restore(slot.id, start.restored))
+            begin = len(tokens) if start.erases else start.n_reused
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
             while begin < len(tokens) and self._task is asyncio.current_task():
