@@ -168,10 +168,10 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = MAX_REQUESTS * len(pool.roots), shared.secret
-    front = Front(pool, shared.report, unread, limit, aliases, secret)
+    front = Front(pool, shared.report, unread, limit, aliases, secret, settings.drain_seconds)
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
-    clients.on_shutdown.append(unread.stop)
+    clients.on_shutdown.append(front.stop)
     # Before the first call to llama-server: another proxy may be using it, and would be disturbed.
     for address in (settings.admin, settings.listen):
         (await _bind(asyncio.Protocol, address)).close()
@@ -206,7 +206,8 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         app,
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=drain_seconds / 2,  # it waits twice for so long
+        # It waits twice for so long: generations end at `drain_seconds`, what is left a little later.
+        shutdown_timeout=0.6 * drain_seconds + 0.1,
         auto_decompress=False,
         keepalive_timeout=IDLE_SECONDS,
         max_line_size=MAX_TARGET_BYTES,

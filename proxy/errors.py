@@ -130,6 +130,12 @@ class ServerAway(ProxyError):
         self.has_ended = has_ended
 
 
+class ProxyStopped(ProxyError):
+    """The proxy stops before the request is answered."""
+
+    status = 503
+
+
 class TooManyRequests(ProxyError):
     """The queue for a slot is full."""
 

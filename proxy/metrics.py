@@ -27,7 +27,7 @@ PREFIX = "llama_prefix_cache"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
-UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
+UNANSWERED = ("client left", "llama-server gone", "queue full", "proxy stopped", "other")
 STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "verify", "erase", "prepare"),
     *("placement", "settle", "explain", "save", "thin", "quarantine", "unattended action"),

@@ -147,7 +147,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     or was never reached, requests fail at once. Set more than a large model takes to load.
     """
     drain_seconds: Seconds = 30.0
-    """How long running requests may go on at shutdown.
+    """How long running requests may go on at shutdown; those that have not ended then end in an error.
 
     Then the slots are saved, which may take as long again.
     """

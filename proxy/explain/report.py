@@ -24,7 +24,7 @@ from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, 
 from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
-from proxy.errors import ProxyError, ServerAway, TooManyRequests
+from proxy.errors import ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
@@ -499,4 +499,5 @@ _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     ((asyncio.CancelledError, ConnectionResetError), "client left"),
     ((ServerAway,), "llama-server gone"),
     ((TooManyRequests,), "queue full"),
+    ((ProxyStopped,), "proxy stopped"),
 )

@@ -170,6 +170,7 @@ class StoreDirectory:
         with ExitStack() as opened:
             opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
+                self._lock = (path / LOCK_NAME).stat()
                 if is_readonly:
                     copy = Path(opened.enter_context(TemporaryDirectory()))
                     (copy / "index").mkdir()
@@ -209,6 +210,7 @@ class StoreDirectory:
 
         If StoreFault or OSError is raised, neither file nor entry is left.
         """
+        self._keep_lock()
         name = (checkpoint := entry[0]).file_name
         stamp = self.files.seal(temporary_name_of(name), name)
         try:
@@ -221,6 +223,20 @@ class StoreDirectory:
             self.files.remove(name)
             raise
         return stamp
+
+    def _keep_lock(self) -> None:
+        """Lock the directory again if somebody has deleted it and made it anew; raises StoreLocked.
+
+        Its index is then made anew at the next opening, from the states and the records beside them.
+        """
+        directory = self.files.directory
+        lock = directory / LOCK_NAME
+        with suppress(FileNotFoundError):
+            if os.path.samestat(lock.stat(), self._lock):
+                return
+        self._opened.enter_context(keep_proxies_out(directory, creates_lock=True))
+        _write_secret(directory / SECRET_NAME, self.secret)
+        self._lock = lock.stat()
 
     def update(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Replace records durably: first beside their files, then in the index."""
@@ -338,9 +354,13 @@ def _secret(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(secret := path.read_bytes()) == _SECRET_BYTES:
             return secret
-    with replacing(path, path.with_suffix(".new")) as file:
-        file.write(secret := token_bytes(_SECRET_BYTES))
+    _write_secret(path, secret := token_bytes(_SECRET_BYTES))
     return secret
+
+
+def _write_secret(path: Path, secret: bytes) -> None:
+    with replacing(path, path.with_suffix(".new")) as file:
+        file.write(secret)
 
 
 def _open_index(path: Path, *, mends_index: bool) -> Index:

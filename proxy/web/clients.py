@@ -1,13 +1,15 @@
 """The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
-from proxy.errors import CacheFault, ProxyError, ServerAway
+from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.explain.views import client_name
 from proxy.llama.client import Body
@@ -51,6 +53,15 @@ class Front:
     max_requests: int
     aliases: Aliases
     secret: bytes
+    drain_seconds: float
+    _limits: set[asyncio.Timeout] = field(default_factory=set)
+
+    async def stop(self, _: web.Application) -> None:
+        """Stop soon: a generation that runs after `drain_seconds` ends in an error."""
+        self.unread.is_stopping = True
+        ends_at = asyncio.get_running_loop().time() + self.drain_seconds
+        for limit in self._limits:
+            limit.reschedule(ends_at)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
@@ -128,11 +139,12 @@ class Front:
         )
         exchange.tell = partial(self.report.told, request)
         try:
-            body = await self._read_body(exchange.client)
-            with self.report.in_flight(request, self.max_requests):
-                if request.receive(body, self.secret).wants_stream:
-                    exchange.writer.keep()
-                await self.pool.serve(request)
+            async with self._until_stopped():
+                body = await self._read_body(exchange.client)
+                with self.report.in_flight(request, self.max_requests):
+                    if request.receive(body, self.secret).wants_stream:
+                        exchange.writer.keep()
+                    await self.pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
                 self.report.unanswered(request, error)
@@ -140,6 +152,20 @@ class Front:
         finally:
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.tell, request.foresee = Told, not_looked_up
+
+    @asynccontextmanager
+    async def _until_stopped(self) -> AsyncIterator[None]:
+        """Raise ProxyStopped if the proxy stops, and the block takes too long then."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ProxyStopped("the proxy stopped before the answer was whole") from error
+        finally:
+            self._limits.remove(limit)
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body with llama-server's name of the model; raises ProxyError over the limits."""

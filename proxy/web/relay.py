@@ -93,14 +93,18 @@ class Exchange:
             raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
-        """Answer the client with an error; a stream that was begun for a client that waits ends in it."""
+        """Answer the client with an error; a stream that was begun ends in it, any other answer is cut."""
         self.writer.stop_keeping()
         response = self.writer.response
-        if response is not None and not self._has_begun:
-            with suppress(ConnectionResetError):
+        if response is None:
+            return error_response(self.path, error)
+        with suppress(ConnectionResetError):
+            if not self._has_begun:
                 await response.write_eof(error_event(self.path, error))
-                return response
-        return error_response(self.path, error)
+            else:
+                await self._end_in(error)
+                await self.writer.delivered()
+        return response
 
     async def _relay(self, target: Target, n_found: int | None) -> Answer:
         answer = self._answer
@@ -253,17 +257,20 @@ class Exchange:
         stream *is_over*: a client that got neither a token nor half an event can wait on in its stream.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
-        if not _is_of_type(self._answer, _EVENTS):
-            if self.client.transport is not None:
-                self.client.transport.close()
-        elif is_over:
-            self.writer.write(b"\n\n" + error_event(self.path, ServerAway(told)))
+        if is_over or not _is_of_type(self._answer, _EVENTS):
+            return await self._end_in(ServerAway(told))
+        await self.writer.delivered()
+        self._has_begun = False
+        self.writer.keep()
+        raise ServerAway(told, has_ended=not self._heard.is_cut) from error
+
+    async def _end_in(self, error: ProxyError) -> None:
+        """End a stream of events that has begun in an error; cut any other answer."""
+        if _is_of_type(self._answer, _EVENTS):
+            self.writer.write(b"\n\n" + error_event(self.path, error))
             await self.writer.end()
-        else:
-            await self.writer.delivered()
-            self._has_begun = False
-            self.writer.keep()
-            raise ServerAway(told, has_ended=not self._heard.is_cut) from error
+        elif self.client.transport is not None:
+            self.client.transport.close()
 
 
 async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:

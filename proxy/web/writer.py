@@ -73,12 +73,9 @@ class Unread:
     def __init__(self, metrics: Metrics) -> None:
         self.n_bytes = 0
         self.is_stopping = False
+        """Whether the shorter limit holds: the proxy stops when all clients have read their answers."""
         self.n_stalled = metrics.stalled_clients
         metrics.unread_bytes.set_function(lambda: self.n_bytes)
-
-    async def stop(self, _: web.Application) -> None:
-        """Use the shorter limit from now on: the proxy stops when all clients have read their answers."""
-        self.is_stopping = True
 
 
 class ClientWriter:

@@ -49,9 +49,12 @@ class Server:
             finally:
                 writer.close()
 
+        async def stop(_: web.Application) -> None:
+            self.unread.is_stopping = True
+
         app = web.Application()
         app.router.add_post("/", handle)
-        app.on_shutdown.append(self.unread.stop)
+        app.on_shutdown.append(stop)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=60.0)
         await runner.setup()
         try:

@@ -8,13 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 
 from proxy.cli.serve import _serve_until_told
 from proxy.settings import Settings
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question
+from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 
 
@@ -41,13 +41,18 @@ async def test_running_stream_finishes_at_shutdown(start_rig: StartRig) -> None:
         assert rig.checkpoints == [("conversation", 328)]
 
 
-async def test_endless_stream_is_cut_when_the_time_is_up(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, drain_seconds=0.2) as rig:
+@pytest.mark.parametrize("drain_seconds", [0.0, 0.2])
+async def test_endless_stream_ends_in_an_error_when_the_time_is_up(
+    start_rig: StartRig, drain_seconds: float
+) -> None:
+    async with start_rig(n_slots=1, drain_seconds=drain_seconds) as rig:
         rig.server.faults.chunk_seconds = 0.01
         stream = await begin_stream(rig, 10_000)
+        running = rig.running
         await rig.stop_proxy()
-        with pytest.raises(aiohttp.ClientError):
-            await stream
+        *_, error, rest = (await stream).split(b"\n\n")
+        assert b"the proxy stopped before the answer was whole" in error and not rest
+        assert sample(running.metrics, "unanswered_requests_total", reason="proxy stopped") == 1
         await rig.start_proxy()
 
 
@@ -67,8 +72,7 @@ async def test_answer_goes_on_for_drain_seconds_and_no_longer(start_rig: StartRi
         await until(lambda: bool(chunks))
         n_before = len(chunks)
         await rig.stop_proxy()
-        with pytest.raises(aiohttp.ClientError):
-            await reading
+        await reading
         assert sum(map(bool, map(bytes.strip, chunks[n_before:]))) < 75
         await rig.start_proxy()
 
@@ -124,6 +128,23 @@ async def test_request_in_the_queue_is_served_at_shutdown(start_rig: StartRig) -
         await stopping
         await rig.start_proxy()
         assert rig.checkpoints == [("conversation", 312)] * 2
+
+
+async def test_requests_that_the_time_does_not_suffice_for_get_an_error(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, drain_seconds=0.2) as rig:
+        gate = rig.server.hold("generate")
+        asked = [
+            asyncio.ensure_future(rig.post(CHAT, {"messages": question(name)})) for name in "ab"
+        ]
+        await gate.reached()
+        await rig.waiting(1)
+        await rig.stop_proxy()
+        for reply in await asyncio.gather(*asked):
+            assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
+        rig.server.release("generate")
+        await rig.start_proxy()
 
 
 async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -> None:

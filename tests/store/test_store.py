@@ -646,6 +646,25 @@ def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore)
     assert temporary in names_in(store.files.directory)
 
 
+async def test_directory_that_was_deleted_and_made_anew_is_locked_again(tmp_path: Path) -> None:
+    directory = tmp_path / "slots"
+    directory.mkdir()
+    with opened(directory) as store:
+        secret = store.secret
+        for n_tokens in (300, 400):
+            shutil.rmtree(directory)
+            directory.mkdir()
+            with opened(directory), pytest.raises(StoreLocked):
+                await store.commit(*new_state(store, run_of(n_tokens)))
+            shutil.rmtree(directory)
+            directory.mkdir()
+            await store.commit(*new_state(store, run_of(n_tokens)))
+            with pytest.raises(StoreLocked), opened(directory):
+                pass
+    with opened(directory) as store:
+        assert store.secret == secret
+
+
 def test_opener_after_close_is_let_in(tmp_path: Path) -> None:
     for _ in range(3):
         with opened(tmp_path):

@@ -69,12 +69,14 @@ TROUBLE = Row(
             (Query(per_minute("unanswered_requests", "reason"), "{{reason}}"),),
             "reqpm",
             "client left: agents give up requests all the time. llama-server gone: it died or was "
-            f"restarted. queue full: over {MAX_REQUESTS:,} at once for each URL of `upstream`.",
+            f"restarted. queue full: over {MAX_REQUESTS:,} at once for each URL of `upstream`. proxy "
+            "stopped: it was stopped, and `drain_seconds` did not suffice.",
             width=12,
             colors={
                 "client left": DULL,
                 "llama-server gone": BAD,
                 "queue full": FAIR,
+                "proxy stopped": DULL,
                 "other": BLUE,
             },
         ),
