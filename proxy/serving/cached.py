@@ -206,6 +206,7 @@ class CachedRequest:
         """
         process, slot_id = self._process, self._plan.slot_id
         await process.launches.clear_others()
+        await process.launches.make_room(slot_id, self._prompt.n_tokens)
         start = self._plan.start
         if start.displacement.saves:
             is_used = start.restored is None and start.n_reused > 0

@@ -80,11 +80,13 @@ class Launches:
         process = self._process
         turn = await self.turns.take() if process.clears_idle_slots else None
         with turn or nullcontext():
-            if turn or process.is_overfull:
+            is_overfull = process.is_overfull()
+            if turn or is_overfull:
                 # The start before may have emptied a slot just after it was saved.
                 await self._wait_for_saves()
                 with suppress(UpstreamFault):
-                    note_emptied(self._table, await process.slot_states())
+                    if note_emptied(self._table, await process.slot_states()):
+                        process.purges_idle_slots |= is_overfull
             yield turn
 
     def try_turn(self) -> Turn | None:
@@ -112,6 +114,22 @@ class Launches:
         for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
+
+    async def make_room(self, slot_id: SlotId, n_tokens: int) -> None:
+        """Save and empty free slots, the oldest first, until there are cells for *n_tokens* in a slot.
+
+        llama-server itself would empty an idle slot without saving it (server-context.cpp).
+        """
+        process = self._process
+        for other in [
+            slot.id for slot in sorted(self._table.free(), key=lambda slot: slot.used_at)
+        ]:
+            if not (
+                process.purges_idle_slots and process.is_overfull(slot_id, n_tokens + UBATCH_TOKENS)
+            ):
+                break
+            if other != slot_id:
+                await process.empty(other)
 
     async def _wait_for_saves(self) -> None:
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event

@@ -33,6 +33,7 @@ from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
 from proxy.core.slots import (
     TAINTED,
+    UBATCH_TOKENS,
     Content,
     Empty,
     Known,
@@ -110,6 +111,8 @@ class Process(Services):
     saves_context_checkpoints: bool = False
     shares_cells: bool = False
     """Whether all slots share the cells of one context (--kv-unified)."""
+    purges_idle_slots: bool = False
+    """Whether llama-server was seen to empty an idle slot because these cells were full."""
     clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
     n_written_points: int = 0
@@ -151,11 +154,11 @@ class Process(Services):
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
 
-    @property
-    def is_overfull(self) -> bool:
-        """Whether the slots hold more than there are cells: llama-server has emptied an idle one."""
-        held = (s.content.n_tokens for s in self.slots if isinstance(s.content, Known))
-        return self.shares_cells and sum(held) > self.n_ctx
+    def is_overfull(self, slot_id: SlotId | None = None, n_tokens: int = 0) -> bool:
+        """Whether the slots hold more than there are cells, once a slot holds *n_tokens*."""
+        others = (s.content for s in self.slots if s.id != slot_id)
+        n_held = sum(held.n_tokens for held in others if isinstance(held, Known))
+        return self.shares_cells and n_held + n_tokens > self.n_ctx
 
     @property
     def n_queued(self) -> int:
@@ -165,7 +168,12 @@ class Process(Services):
     def can_extend(self, content: Known) -> bool:
         """Return whether a request may go on at once in the slot that still holds exactly *content*."""
         is_free = self.slots.holder(content) is not None
-        return is_free and self.queue.grants_at_once and not self.launches.is_save_coming
+        may_start = self.queue.grants_at_once and not self.launches.is_save_coming
+        return (
+            is_free
+            and may_start
+            and not (self.purges_idle_slots and self.is_overfull(None, UBATCH_TOKENS))
+        )
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""

@@ -78,6 +78,18 @@ async def test_conversation_whose_slot_was_emptied_for_another_is_restored(
         assert rig.sample("live_reuse_short_total") == 0
 
 
+async def test_slot_is_saved_before_llama_server_empties_it_for_another(
+    start_rig: StartRig,
+) -> None:
+    """llama-server shows only by emptying a slot that its cells are full: the first time costs a state."""
+    async with start_rig("full", idle_save_seconds=600.0, **UNIFIED) as rig:
+        for messages in [*LONG, LONG[0]]:
+            await rig.chat(messages)
+        for messages in [*LONG[::-1], LONG[1]]:
+            assert (await rig.chat(messages))["timings"]["prompt_n"] == 1
+        assert rig.sample("restores_total", result="refused") == 0
+
+
 async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
     start_rig: StartRig,
 ) -> None:
