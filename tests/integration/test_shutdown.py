@@ -52,6 +52,7 @@ async def test_endless_stream_ends_in_an_error_when_the_time_is_up(
         await rig.stop_proxy()
         assert b"the proxy stopped before the answer was whole" in await stream
         assert sample(running.metrics, "unanswered_requests_total", reason="proxy stopped") == 1
+        await until(lambda: not rig.server.slots[0].lock.locked())
         await rig.start_proxy()
 
 
