@@ -44,6 +44,7 @@ from proxy.settings import (
 from proxy.stabilize.model import parse_switches
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
+from proxy.tasks import Deadline
 from proxy.web.admin import Admin, only_operators
 from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Front
 from proxy.web.page import LivePage
@@ -168,10 +169,15 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = MAX_REQUESTS * len(pool.roots), shared.secret
-    front = Front(pool, shared.report, unread, limit, aliases, secret, settings.drain_seconds)
+    front = Front(pool, shared.report, unread, limit, aliases, secret, deadline := Deadline())
+
+    async def stop(_: web.Application) -> None:
+        unread.is_stopping = True
+        deadline.set(settings.drain_seconds)
+
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
-    clients.on_shutdown.append(front.stop)
+    clients.on_shutdown.append(stop)
     # Before the first call to llama-server: another proxy may be using it, and would be disturbed.
     for address in (settings.admin, settings.listen):
         (await _bind(asyncio.Protocol, address)).close()

@@ -1,13 +1,15 @@
-"""Background work that outlives the request that began it; waits of limited length; and turns.
+"""Background work that outlives the request that began it; waits of limited length; deadlines; and turns.
 
 The turn is the right to do something that only one caller at a time may do.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Any, TypeVar
+
+from proxy.errors import ProxyStopped
 
 T = TypeVar("T")
 
@@ -41,6 +43,32 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+class Deadline:
+    """The end of blocks that run already when it is set."""
+
+    def __init__(self) -> None:
+        self._limits: set[asyncio.Timeout] = set()
+
+    def set(self, seconds: float) -> None:
+        """End all blocks in so many seconds."""
+        for limit in self._limits:
+            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    @asynccontextmanager
+    async def ends_block(self) -> AsyncIterator[None]:
+        """Raise ProxyStopped where the block is at the deadline."""
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ProxyStopped("the proxy stopped before the answer was whole") from error
+        finally:
+            self._limits.remove(limit)
 
 
 class Turn(AbstractContextManager["Turn"]):

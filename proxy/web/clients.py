@@ -1,15 +1,13 @@
 """The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
-from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway
+from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.explain.views import client_name
 from proxy.llama.client import Body
@@ -26,6 +24,7 @@ from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
 from proxy.serving.tenants import keys_of, tenant_of
+from proxy.tasks import Deadline
 from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
 
@@ -53,15 +52,7 @@ class Front:
     max_requests: int
     aliases: Aliases
     secret: bytes
-    drain_seconds: float
-    _limits: set[asyncio.Timeout] = field(default_factory=set)
-
-    async def stop(self, _: web.Application) -> None:
-        """Stop soon: a generation that runs after `drain_seconds` ends in an error."""
-        self.unread.is_stopping = True
-        ends_at = asyncio.get_running_loop().time() + self.drain_seconds
-        for limit in self._limits:
-            limit.reschedule(ends_at)
+    deadline: Deadline
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
@@ -139,7 +130,7 @@ class Front:
         )
         exchange.tell = partial(self.report.told, request)
         try:
-            async with self._until_stopped():
+            async with self.deadline.ends_block():
                 body = await self._read_body(exchange.client)
                 with self.report.in_flight(request, self.max_requests):
                     if request.receive(body, self.secret).wants_stream:
@@ -152,20 +143,6 @@ class Front:
         finally:
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.tell, request.foresee = Told, not_looked_up
-
-    @asynccontextmanager
-    async def _until_stopped(self) -> AsyncIterator[None]:
-        """Raise ProxyStopped if the proxy stops, and the block takes too long then."""
-        try:
-            async with asyncio.timeout(None) as limit:
-                self._limits.add(limit)
-                yield
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise ProxyStopped("the proxy stopped before the answer was whole") from error
-        finally:
-            self._limits.remove(limit)
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body with llama-server's name of the model; raises ProxyError over the limits."""

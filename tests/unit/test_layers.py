@@ -52,7 +52,7 @@ MAY_IMPORT = {
     | {"proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),
-    "proxy.tasks": {"proxy.log"},
+    "proxy.tasks": {"proxy.errors"},
     "proxy.metrics": {"proxy.core", "proxy.explain.causes"} | {"proxy.stabilize.model"},
     "proxy.health": {"proxy.core", "proxy.errors", "proxy.log", "proxy.metrics"},
     "proxy.app": {"proxy"},
