@@ -188,6 +188,12 @@ class Slot:
     def is_leased(self) -> bool:
         return self.phase is not SlotPhase.FREE
 
+    @property
+    def n_held(self) -> int:
+        """How many tokens it holds, or is about to hold, as far as they are known."""
+        n_known = self.content.n_tokens if isinstance(self.content, Known) else 0
+        return max(n_known, len(self.destined or ()))
+
     def note_running(self) -> None:
         """Note that llama-server runs the request that the slot is leased for, if it still is."""
         if self.phase in (SlotPhase.PREPARING, SlotPhase.READY):

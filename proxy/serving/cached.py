@@ -92,7 +92,6 @@ class CachedRequest:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._account.fetch_seconds = self._request.fetch_seconds
             self._request.account, self._request.foresee = self._account, self._foresee
-            process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
                 state = planning.first_save(process, self._prompt, self._plan)
@@ -151,11 +150,17 @@ class CachedRequest:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
+        running = [slot for slot in self._process.slots if slot.is_leased]
+        if running and self._process.is_short_of_cells(self._prompt.n_tokens, running):
+            return None  # llama-server would fail all of them
+        plan = self._plan_now()
+        return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None
+
+    def _plan_now(self) -> Plan | None:
         if self._extended:
-            plan = planning.plan_to_extend(self._process, self._extended)
-            return Choice((plan.slot_id,), plan, is_warm=True) if plan else None
+            return planning.plan_to_extend(self._process, self._extended)
         if plan := planning.plan_behind_media(self._process, self._request):
-            return Choice((plan.slot_id,), plan, is_warm=True)
+            return plan
         began = time.perf_counter()
         self._kept.close()
         now = planning.situation(self._process, self._prompt)
@@ -166,7 +171,7 @@ class CachedRequest:
         elif plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
+        return plan
 
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
@@ -414,6 +419,7 @@ class CachedRequest:
         process, prompt, account = self._process, self._prompt_as_planned, self._account
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
+            process.has_run_out_of_cells |= process.is_overfull
             return unknown
         n_prompt = timings.cache_n + timings.prompt_n
         if prompt.goes_on and n_prompt > prompt.n_tokens:

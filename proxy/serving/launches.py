@@ -80,13 +80,13 @@ class Launches:
         process = self._process
         turn = await self.turns.take() if process.clears_idle_slots else None
         with turn or nullcontext():
-            is_overfull = process.is_overfull()
+            is_overfull = process.is_overfull
             if turn or is_overfull:
                 # The start before may have emptied a slot just after it was saved.
                 await self._wait_for_saves()
                 with suppress(UpstreamFault):
                     if note_emptied(self._table, await process.slot_states()):
-                        process.purges_idle_slots |= is_overfull
+                        process.has_run_out_of_cells |= is_overfull
             yield turn
 
     def try_turn(self) -> Turn | None:
@@ -120,15 +120,10 @@ class Launches:
 
         llama-server itself would empty an idle slot without saving it (server-context.cpp).
         """
-        process = self._process
-        for other in [
-            slot.id for slot in sorted(self._table.free(), key=lambda slot: slot.used_at)
-        ]:
-            if not (
-                process.purges_idle_slots and process.is_overfull(slot_id, n_tokens + UBATCH_TOKENS)
-            ):
-                break
-            if other != slot_id:
+        process, table = self._process, self._table
+        for other in [slot.id for slot in sorted(table.free(), key=lambda slot: slot.used_at)]:
+            others = (slot for slot in table if slot.id != slot_id)
+            if other != slot_id and process.is_short_of_cells(n_tokens, others):
                 await process.empty(other)
 
     async def _wait_for_saves(self) -> None:

@@ -8,7 +8,7 @@ fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +37,7 @@ from proxy.core.slots import (
     Content,
     Empty,
     Known,
+    Slot,
     SlotTable,
     Unknown,
     after_evaluation,
@@ -111,8 +112,8 @@ class Process(Services):
     saves_context_checkpoints: bool = False
     shares_cells: bool = False
     """Whether all slots share the cells of one context (--kv-unified)."""
-    purges_idle_slots: bool = False
-    """Whether llama-server was seen to empty an idle slot because these cells were full."""
+    has_run_out_of_cells: bool = False
+    """Whether llama-server was seen to empty an idle slot, or to fail, because these cells were full."""
     clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
     n_written_points: int = 0
@@ -154,11 +155,16 @@ class Process(Services):
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
 
-    def is_overfull(self, slot_id: SlotId | None = None, n_tokens: int = 0) -> bool:
-        """Whether the slots hold more than there are cells, once a slot holds *n_tokens*."""
-        others = (s.content for s in self.slots if s.id != slot_id)
-        n_held = sum(held.n_tokens for held in others if isinstance(held, Known))
-        return self.shares_cells and n_held + n_tokens > self.n_ctx
+    @property
+    def is_overfull(self) -> bool:
+        """Whether the slots hold more than the cells of one slot's context, which they share."""
+        return self.shares_cells and sum(slot.n_held for slot in self.slots) > self.n_ctx
+
+    def is_short_of_cells(self, n_tokens: int, others: Iterable[Slot]) -> bool:
+        """Whether llama-server has too few cells for a prompt of *n_tokens* beside *others*."""
+        n_held = sum(slot.n_held + UBATCH_TOKENS * slot.is_leased for slot in others)
+        n_wanted = n_held + n_tokens + UBATCH_TOKENS  # answers are added to both
+        return self.has_run_out_of_cells and n_wanted > self.n_ctx
 
     @property
     def n_queued(self) -> int:
@@ -169,11 +175,7 @@ class Process(Services):
         """Return whether a request may go on at once in the slot that still holds exactly *content*."""
         is_free = self.slots.holder(content) is not None
         may_start = self.queue.grants_at_once and not self.launches.is_save_coming
-        return (
-            is_free
-            and may_start
-            and not (self.purges_idle_slots and self.is_overfull(None, UBATCH_TOKENS))
-        )
+        return is_free and may_start and not self.is_short_of_cells(0, self.slots)
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""

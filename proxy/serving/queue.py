@@ -26,6 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from proxy.core.model import ExpectedState, SlotId
 from proxy.core.slots import TAINTED, SlotPhase, SlotTable
+from proxy.core.tokens import TokenIds
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.tasks import Turn, Turns
 
@@ -42,11 +43,13 @@ class Choice(Generic[C]):
     """The slots that a request takes, and the reason (its plan).
 
     `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
+    `destined` are the tokens that will be there.
     """
 
     slot_ids: tuple[SlotId, ...]
     reason: C
     is_warm: bool = False
+    destined: TokenIds | None = None
 
 
 class Lease(Generic[C]):
@@ -283,6 +286,7 @@ class SlotQueue:
     def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:
             self.table.lease(slot_id, time.monotonic())
+            self.table[slot_id].destined = choice.destined
         lease = Lease(self, choice)
         if is_placement:
             self._placement = lease

@@ -90,6 +90,32 @@ async def test_slot_is_saved_before_llama_server_empties_it_for_another(
         assert rig.sample("restores_total", result="refused") == 0
 
 
+async def test_requests_that_do_not_fit_together_run_one_after_the_other(
+    start_rig: StartRig,
+) -> None:
+    """llama-server fails both; once it has, the second one waits."""
+    async with start_rig("full", **UNIFIED) as rig:
+        chat = rig.base_url + "/v1/chat/completions"
+        statuses = list[int]()
+        for n_tokens in (4000, 100):
+            first = {
+                "messages": LONG[0],
+                "stream": True,
+                "ignore_eos": True,
+                "max_tokens": n_tokens,
+            }
+            async with rig.client.post(chat, json=first) as running:
+                await running.content.readline()
+                async with rig.client.post(
+                    chat, json={"messages": LONG[1], "max_tokens": 4}
+                ) as second:
+                    statuses.append(second.status)
+                told = await running.read()
+            await rig.settled()
+        assert statuses == [500, 200]
+        assert told.endswith(b"data: [DONE]\n\n")
+
+
 async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
     start_rig: StartRig,
 ) -> None:
