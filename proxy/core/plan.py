@@ -43,6 +43,7 @@ from proxy.core.saving import (
     state_bytes,
 )
 from proxy.core.slots import (
+    Content,
     Known,
     Slot,
     SlotPhase,
@@ -204,8 +205,10 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
-    used_at = {slot.id: slot.used_at for slot in free}
-    options.sort(key=lambda o: (o.total_seconds, used_at[o.slot_id], o.slot_id))
+    order = {
+        slot.id: (not _has_brief(slot.content, prompt), slot.used_at, slot.id) for slot in free
+    }
+    options.sort(key=lambda o: (o.total_seconds, order[o.slot_id]))
     best = _steadiest(options)
     n_enough = best.n_reused + WORTH_WAITING_TOKENS
     closing = (slot for slot in now.slots if slot.phase is SlotPhase.CLOSING)
@@ -215,6 +218,13 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
         return None
     options.remove(best)
     return _plan(prompt, now, [best, *options], shared)
+
+
+def _has_brief(content: Content, prompt: Prompt) -> bool:
+    """Return whether the brief chat that a prompt goes on with, whose tokens were not read, ended there."""
+    if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
+        return False
+    return bool(content.brief) and prompt.conversation.startswith(content.brief)
 
 
 def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan:

@@ -75,6 +75,18 @@ async def test_brief_chats_are_not_looked_up_and_displace_nothing(
         assert answers == await alone(rig, question[:-1])
 
 
+async def test_brief_chat_that_grows_long_goes_on_in_its_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_LOOKING_SECONDS", 3600.0)
+    question = {"role": "user", "content": "What is a prefix? " * 30}
+    answer, more = {"role": "assistant", "content": "This."}, {**question, "content": "So? " * 90}
+    async with start_rig("full", n_slots=2) as rig:
+        n_brief = (await rig.chat([question], max_tokens=1))["usage"]["prompt_tokens"]
+        usage = (await rig.chat([question, answer, more]))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > n_brief - SLACK_TOKENS
+
+
 async def alone(rig: Rig, chat: list[Message]) -> list[str]:
     """Return what llama-server itself answers to each question of a chat."""
     answers, url = [], rig.server.base_url + "/v1/chat/completions"
