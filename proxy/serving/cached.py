@@ -50,6 +50,7 @@ class CachedRequest:
     _lease: Lease[Plan]
     _take_turn: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
+    _is_sent = False
 
     def __init__(
         self,
@@ -292,16 +293,17 @@ class CachedRequest:
                 await process.finish(self._lease, save)
 
     async def _evaluate_to(self, n_tokens: int) -> None:
-        prompt, headers = self._prompt_as_planned, self._request.headers
-        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, headers)
-        self._account.add(await stopped)
+        slot_id, prompt = self._plan.slot_id, self._prompt_as_planned
+        self._account.add(
+            await self._process.stop(slot_id, prompt, n_tokens, self._request.headers)
+        )
 
     # The request is sent, and may fail.
 
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        send, n_found = self._process.launches.send, self._account.n_reused
+        send, n_found, self._is_sent = self._process.launches.send, self._account.n_reused, True
         return await send(self._turn, self._request, raw, self._note_running, n_found)
 
     def _note_running(self) -> None:
@@ -334,12 +336,16 @@ class CachedRequest:
         return isinstance(error, UpstreamLost)
 
     def _abandon(self) -> None:
-        """Leave the slot to the request that may still run in it; a save will tell how far it came."""
+        """Leave the slot to what may still run in it; a save will tell how far that came."""
         process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
             slot = process.slots[slot_id]
-            origin, is_running = slot.content.origin, slot.phase is SlotPhase.RUNNING
-            content = Unknown(prompt.namespace, likely=prompt.tokens, origin=origin)
+            content, is_running = slot.content, slot.phase is SlotPhase.RUNNING
+            if self._is_sent:
+                held = Unknown(prompt.namespace, likely=prompt.tokens, origin=content.origin)
+                content = TAINTED if self._must_erase() else held
+            elif not isinstance(content, Unknown):
+                continue  # nothing was begun there: it may hold another tenant's tokens
             process.slots.set_content(slot_id, planning.as_kept(self._request, content))
             winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
@@ -367,8 +373,8 @@ class CachedRequest:
         assert self._reading is not None
         await self._reading
         if request.prompt is None:
-            process.report.not_looked_up(request, request.why or "its prompt was not read in time")
-            return
+            why = request.why or "its prompt was not read in time"
+            return process.report.not_looked_up(request, why)
         process.slots.set_content(self._plan.slot_id, before)
         self._take_prompt(request.prompt)
         self._settle_safely(answer)

@@ -63,7 +63,7 @@ class SimilarRequest(CachedRequest):
                 raise replaced() from fault
 
     async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
-        launches, raw = self._process.launches, self._body.raw
+        launches, raw, self._is_sent = self._process.launches, self._body.raw, True
         return await launches.send(self._turn, self._request, raw, self._read_beside, n_found)
 
     async def _send_to_be_refused(self) -> Answer:

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Unknown
-from tests.fakes.faults import Faults
+from tests.fakes.faults import Faults, Gate
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
     CHAT,
@@ -88,6 +88,29 @@ async def test_shared_keys_share_everything(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1, share_between_api_keys=True, **KEYS) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="bob")).n_reused == 308
+
+
+@TENANTS
+async def test_leaving_before_the_slot_is_prepared_leaves_it_to_its_tenant(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=1, **tenants) as rig:
+        for key, name in (("bob", "b"), ("alice", "a")):
+            await rig.chat(name, key=key)
+            process = await rig.settled()
+        gate, content = Gate(), process.slots[0].content
+
+        async def verify(_: object) -> None:
+            await gate.arrive()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process.store, "verify", verify)
+            asked = rig.begin_chat("b", key="bob")
+            await gate.reached()
+            await hang_up(asked)
+            await rig.settled()
+        assert process.slots[0].content is content
+        assert (await rig.chat("a", key="bob")).n_reused == 0
 
 
 @TENANTS
