@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import xxhash
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 
 from proxy.core.cuts import own_point
 from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_system, text_of
@@ -26,6 +26,8 @@ from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
 from proxy.llama.requests import GenerationBody, has_media, leading_system, rendering_key
 
 _N_REMEMBERED = 256
+_REMEMBERED_SECONDS = 600.0
+"""How long a cut is remembered: some templates show the date before it, which changes at midnight."""
 _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
 _OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
@@ -64,7 +66,7 @@ class PromptReader:
         self._n_ctx = n_ctx
         self._shares_headers = shares_headers
         self._known = KnownTexts(upstream)
-        self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
+        self._cuts: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 

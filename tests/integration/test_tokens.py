@@ -1,14 +1,16 @@
 """Prompts that llama-server reads otherwise than it told, or would not tell: served, counted, named."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.serving import prompts
 from proxy.serving.process import Process
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, next_question, question
+from tests.integration.rig import CHAT, COMPLETION, next_question, question, text
 from tests.lab.run import slots_in
 from tests.lab.waiting import until
 
@@ -45,6 +47,25 @@ async def test_other_number_of_tokens_disables_that_shape_only(start_rig: StartR
         await rig.post(COMPLETION, {"prompt": " some words"})
         assert rig.sample("requests_total", outcome="bypass") == 1
         assert rig.sample("tokenization_disagreements_total") == 1
+
+
+async def test_header_is_found_again_after_the_date_in_it_has_changed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss and Llama 3 have today's date in their templates."""
+    monkeypatch.setattr(prompts, "_REMEMBERED_SECONDS", 0.1)
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS) as rig:
+        render = rig.server._render
+        for day in ("Friday", "Saturday"):
+            monkeypatch.setattr(
+                rig.server, "_render", lambda body, day=day: f"{day} {render(body)}"
+            )
+            for name in "ab":
+                system = {"role": "system", "content": text("rule")}
+                reply = await rig.chat([system, *question(f"{day}-{name}")])
+                await rig.settled()
+            assert reply.headers["X-Prefix-Cache"].startswith("reused=30")
+            await asyncio.sleep(0.1)
 
 
 async def test_disagreeing_prompt_is_never_committed_as_predicted(start_rig: StartRig) -> None:
