@@ -230,9 +230,11 @@ def slot_to_extend(
         tokens = content.tokens
         # No token is shorter than a byte.
         n_new_tokens = sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
+        n_most = content.n_tokens + n_new_tokens
         is_only = all(n_held(s, tokens) < len(tokens) for s in slots if s is not slot)
+        is_found = is_pinned or len(tokens) > MIN_SIMILARITY * n_most
         goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
-        if content.n_tokens + n_new_tokens < n_ctx and is_only and goes_on:
+        if n_most < n_ctx and is_only and is_found and goes_on:
             return slot
     return None
 

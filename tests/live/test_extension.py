@@ -87,6 +87,19 @@ async def test_brief_chat_that_grows_long_goes_on_in_its_slot(
         assert usage["prompt_tokens_details"]["cached_tokens"] > n_brief - SLACK_TOKENS
 
 
+async def test_long_text_behind_a_short_chat_displaces_no_other(start_rig: StartRig) -> None:
+    """llama-server looks for a similar slot only if a tenth of a /v1/messages prompt is in it."""
+    long = [{"role": "user", "content": "Of a ship. " * 400}]
+    hello = {"role": "user", "content": "Hello."}
+    answer = {"role": "assistant", "content": "Yes."}
+    async with start_rig("full", n_slots=2, idle_save_seconds=60.0) as rig:
+        for messages in (long, [hello], [hello, answer, {**hello, "content": "To a port. " * 400}]):
+            await rig.post("/v1/messages", {"messages": messages, "max_tokens": 1})
+        usage = (await rig.post("/v1/messages", {"messages": long, "max_tokens": 1}))["usage"]
+        assert usage["cache_read_input_tokens"] > 2000
+        assert (await rig.health())["state"] == "caching"
+
+
 async def alone(rig: Rig, chat: list[Message]) -> list[str]:
     """Return what llama-server itself answers to each question of a chat."""
     answers, url = [], rig.server.base_url + "/v1/chat/completions"
