@@ -305,14 +305,17 @@ def displace(
 def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
     """Return whether a prompt that shares *n_common* tokens continues the conversation in a slot.
 
-    It does if it shares all of the content, or the content up to its turn start: the tokens that it drops
-    (old reasoning, a rewritten answer) will not be needed again.
+    It does if it shares the content up to its turn start, or, if that is not known, all of it: the tokens
+    that it drops (old reasoning, a rewritten answer) will not be needed again. Another conversation with
+    the same header, and a brief question, may share nearly as many.
     """
     if content.namespace != prompt.namespace:
         return False
-    n_reached = n_common + SLACK_TOKENS
-    is_whole = n_common > 0 and len(content.tokens) <= n_reached
-    return is_whole or 0 < content.turn_start <= n_reached
+    if content.turn_start:
+        return content.turn_start <= n_common
+    earlier = content.conversation if prompt.conversation else b""
+    is_whole = 0 < n_common >= len(content.tokens) - SLACK_TOKENS
+    return is_whole and prompt.conversation.startswith(earlier)
 
 
 def _steadiest(options: list[Start]) -> Start:

@@ -182,6 +182,20 @@ async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
 
 
 @ONE_KIND
+async def test_session_that_begins_with_few_other_words_takes_no_slot_unsaved(
+    start_rig: StartRig, kind: str
+) -> None:
+    first, other = ([*HEADER, {"role": "user", "content": text}] for text in ("Go on.", "Stop."))
+    loop = [message for n in range(3) for message in (tool_call(n), tool_result(n, 200))]
+    async with start_rig(kind, n_slots=1, **NEVER_IDLE) as rig:
+        counted = Counted(rig)
+        for messages in (first, [*first, *loop[:2]], [*first, *loop[:4]], other):
+            await counted.ask(messages)
+        n_new, n_evaluated = await counted.ask([*first, *loop])
+        assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+@ONE_KIND
 async def test_requests_with_the_same_new_header_at_once_evaluate_it_once(
     start_rig: StartRig, kind: str
 ) -> None:

@@ -78,6 +78,13 @@ def test_a_turn_that_moves_on_loses_nothing() -> None:
     assert is_saved(dropped_reasoning, branch(300, 1200))
 
 
+def test_a_brief_question_in_another_conversation_goes_on_with_nothing() -> None:
+    asked = Known(run_of(1000), NAMESPACE, n_tail=500, conversation=b"one".ljust(16))
+    brief = Prompt(branch(990, 1000), NAMESPACE, conversation=b"two".ljust(16))
+    assert not is_continued(asked, brief, 990)
+    assert not is_continued(replace(asked, turn_start=995), replace(brief, conversation=b""), 990)
+
+
 def test_a_conversation_that_moves_on_elsewhere_loses_nothing() -> None:
     held = Known(run_of(1000), NAMESPACE, n_saved=400)
     assert not is_saved(held, run_of(2000), goes_on=False)
