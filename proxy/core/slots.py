@@ -287,7 +287,7 @@ class SlotTable(list[Slot]):
     def forget_free(self) -> None:
         """Mark every free slot unknown, after traffic that the proxy did not place."""
         for slot in self.free():
-            self.set_content(slot.id, Unknown())
+            self.set_content(slot.id, TAINTED)
 
     def forget_sources(self) -> None:
         """Note that no restored or saved state in any slot is suspect any more."""

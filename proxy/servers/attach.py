@@ -443,7 +443,7 @@ async def measure_rule(process: Process, slot_id: SlotId) -> None:
     await process.launches.clear_others()
     await process.saves.write_back(slot_id)
     await process.erase(slot_id)
-    process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+    process.slots.set_content(slot_id, TAINTED)
     process.queue.reconsider()  # no request need wait for this slot's earlier content
     try:
         learned = await learn_rule(process, slot_id)

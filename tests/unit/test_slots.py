@@ -151,7 +151,7 @@ def test_forget_free_leaves_leased_slots_alone() -> None:
     table = SlotTable([Known(run_of(3), NAMESPACE), Known(run_of(4), NAMESPACE)])
     table.lease(SlotId(0), now=1.0)
     table.forget_free()
-    assert [slot.content for slot in table] == [Known(run_of(3), NAMESPACE), Unknown()]
+    assert [slot.content for slot in table] == [Known(run_of(3), NAMESPACE), TAINTED]
 
 
 def test_iteration_while_contents_change_sees_every_slot_once() -> None:
