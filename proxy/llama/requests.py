@@ -145,8 +145,8 @@ class GenerationBody:
 
     def shape(self, path: str) -> str:
         """Return the kind of the request, by which requests are counted and excluded from the cache."""
-        last_role = self.messages[-1].get("role", "") if self.fields.get("messages") else ""
-        return f"{path} {last_role} {','.join(sorted(self.fields))}"
+        last = next(reversed(list_of(self.fields.get("messages"))), None)
+        return f"{path} {text_of(last, 'role')} {','.join(sorted(self.fields))}"
 
 
 def parse_body(raw: bytes) -> GenerationBody | None:

@@ -30,6 +30,11 @@ PINNED = b'"id_slot":0,"cache_prompt":true,"n_cache_reuse":0'
         (CHAT, ODD, ODD.replace(b"{", b"{" + PINNED + b",", 1)),
         ("/chat/completions", ODD, ODD.replace(b"{", b"{" + PINNED + b",", 1)),
         (COMPLETION, b'{"prompt":"x y"}', b"{" + PINNED + b',"prompt":"x y"}'),
+        (
+            COMPLETION,
+            b'{"prompt":"x","messages":[1]}',
+            b"{" + PINNED + b',"prompt":"x","messages":[1]}',
+        ),
         ("/completions", b"{}", b"{" + PINNED + b"}"),
         ("/v1/messages", ODD, ODD),
         (CHAT, b"{not json", b"{not json"),
