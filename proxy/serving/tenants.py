@@ -63,21 +63,22 @@ def note_taken(process: Process, request: Request) -> None:
 async def note_tenant(process: Process, request: Request) -> None:
     """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
     tenant = process.tenant_here(request.tenant)
-    if process.tier and tenant and tenant not in process.tier.remote.tenants:
-        if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
-            # What the tenant is called on all machines with the same key file.
-            name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
-            await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
-    if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
-        return
-    process.tenants.add(tenant)
-    warn_of_several(process)
-    if process.can_cache:
-        named = process.store.index, process.model_namespace, process.tenants
-        try:  # on the writer's thread: another llama-server may note one at the same time
+    is_new = tenant not in process.tenants and len(process.tenants) < _MAX_TENANTS
+    if is_new:
+        process.tenants.add(tenant)
+        warn_of_several(process)
+    try:
+        if is_new and process.can_cache:
+            named = process.store.index, process.model_namespace, process.tenants
+            # On the writer's thread: another llama-server may note one at the same time.
             await process.store.write(partial(introduce_tenants, *named))
-        except StoreFault as fault:
-            process.faults.record("remember", fault)
+        if process.tier and tenant and tenant not in process.tier.remote.tenants:
+            if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
+                # What the tenant is called on all machines with the same key file.
+                name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
+                await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
+    except StoreFault as fault:
+        process.faults.record("remember", fault)
 
 
 def warn_of_several(process: Process) -> None:

@@ -1,12 +1,14 @@
 """Two API keys share nothing: no slot, no checkpoint, not even how long an answer takes."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Unknown
+from proxy.errors import StoreFault
 from tests.fakes.faults import Faults, Gate
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
@@ -111,6 +113,21 @@ async def test_leaving_before_the_slot_is_prepared_leaves_it_to_its_tenant(
             await rig.settled()
         assert process.slots[0].content is content
         assert (await rig.chat("a", key="bob")).n_reused == 0
+
+
+@TENANTS
+async def test_tenant_whose_name_cannot_be_written_is_served(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tenants: Tenants
+) -> None:
+    async def write(*_: object) -> None:
+        raise StoreFault("no space left on device")
+
+    async with start_rig(n_slots=1, shared_store=f"file://{tmp_path}/shared", **tenants) as rig:
+        process = await rig.attached()
+        assert process.tier is not None
+        monkeypatch.setattr(process.tier.remote, "write", write)
+        await rig.chat("a", key="alice")
+        assert rig.sample("cache_faults_total", stage="remember") == 1
 
 
 @TENANTS
