@@ -293,10 +293,9 @@ class CachedRequest:
                 await process.finish(self._lease, save)
 
     async def _evaluate_to(self, n_tokens: int) -> None:
-        slot_id, prompt = self._plan.slot_id, self._prompt_as_planned
-        self._account.add(
-            await self._process.stop(slot_id, prompt, n_tokens, self._request.headers)
-        )
+        prompt, headers = self._prompt_as_planned, self._request.headers
+        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, headers)
+        self._account.add(await stopped)
 
     # The request is sent, and may fail.
 
@@ -373,8 +372,8 @@ class CachedRequest:
         assert self._reading is not None
         await self._reading
         if request.prompt is None:
-            why = request.why or "its prompt was not read in time"
-            return process.report.not_looked_up(request, why)
+            process.report.not_looked_up(request, request.why or "its prompt was not read in time")
+            return
         process.slots.set_content(self._plan.slot_id, before)
         self._take_prompt(request.prompt)
         self._settle_safely(answer)
@@ -408,8 +407,7 @@ class CachedRequest:
         if answer.timings is not None or answer.first_token_at is not None:
             process.slots[slot_id].has_answered = True
         if not answer.is_refusal:
-            before = process.slots[slot_id].content
-            held = self._held(before, answer.timings)
+            held = self._held(process.slots[slot_id].content, answer.timings)
             process.slots.set_content(slot_id, planning.as_kept(self._request, held))
         self._save_now()
         account.value(process.rates)
