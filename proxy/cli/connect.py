@@ -86,7 +86,7 @@ def connect(
     if not write:
         shown = written(own, content)
         if usual:
-            shown += f"\ngoes into {usual}; --write merges it there"
+            shown += f"\ngoes into {file or usual}; --write merges it there"
         answer(content, f"{shown}\n{hint}".rstrip())
         return
     _write(own, content)
@@ -159,16 +159,16 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     _agree(path, before, after)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _backup(path).exists():
-        _put(_backup(path), before)
-    _put(path, after)
+        _put(_backup(path), path.read_bytes() if path.exists() else b"")
+    _put(path, after.encode())
 
 
 def _undo(path: Path) -> None:
     if not _backup(path).exists():
         fail(f"nothing to undo: there is no {_backup(path)}")
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    after = _backup(path).read_text(encoding="utf-8")
-    _agree(path, before, after)
+    before = path.read_text("utf-8", "replace") if path.exists() else ""
+    after = _backup(path).read_bytes()
+    _agree(path, before, after.decode(errors="replace"))
     if after:
         _put(path, after)
     else:
@@ -180,13 +180,13 @@ def _backup(path: Path) -> Path:
     return path.with_name(f"{path.name}.before-connect")
 
 
-def _put(path: Path, text: str) -> None:
+def _put(path: Path, content: bytes) -> None:
     """Write a file whole; only the owner may read a new one, because it may hold a key."""
     real = path.resolve()
     with replacing(real, real.with_name(f".{path.name}.new")) as file:
         if real.exists():
             os.fchmod(file.fileno(), real.stat().st_mode & 0o777)
-        file.write(text.encode())
+        file.write(content)
 
 
 def _agree(path: Path, before: str, after: str) -> None:

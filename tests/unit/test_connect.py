@@ -164,13 +164,16 @@ def test_what_was_there_comes_back(
             _undo(path)
 
 
-@pytest.mark.parametrize("before", ["", '{"theme": "dark"}\n'])
-def test_what_was_there_comes_back_after_the_file_was_deleted(tmp_path: Path, before: str) -> None:
+@pytest.mark.parametrize("since", [None, b"\xe9"])  # in Latin-1
+@pytest.mark.parametrize("before", [b"", b'{"theme": "dark"}\r\n'])
+def test_what_was_there_comes_back_whatever_became_of_the_file(
+    tmp_path: Path, before: bytes, since: bytes | None
+) -> None:
     path = tmp_path / "opencode.json"
-    path.write_text(before)
+    path.write_bytes(before)
     with connect.make_context("connect", ["opencode", "--yes"]):
         _write(path, content("opencode"))
-        path.unlink()
+        path.unlink() if since is None else path.write_bytes(since)
         _undo(path)
-    assert (path.read_text() if path.exists() else "") == before
+    assert (path.read_bytes() if path.exists() else b"") == before
     assert list(tmp_path.iterdir()) == ([path] if before else [])
