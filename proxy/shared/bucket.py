@@ -59,6 +59,7 @@ class Bucket:
         except ImportError as error:
             raise SettingsError(_NEEDED) from error
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
+        self._directory: Path | None = None
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {}
         if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
@@ -79,7 +80,7 @@ class Bucket:
             }
         try:
             if scheme == "file":  # what is made here is its owner's alone
-                directory = Path(rest).absolute()
+                self._directory = directory = Path(rest).absolute()
                 url = f"file://{directory}"
                 directory.stat() if only_looks else directory.mkdir(mode=0o700, exist_ok=True)
                 # What is written when its process is killed stays under such a name, and is not listed.
@@ -94,6 +95,7 @@ class Bucket:
     async def list(self, folder: str, after: str | None = None) -> AsyncIterator[list[Listed]]:
         """Yield the objects below *folder* whose names sort behind *after*, some hundred at a time."""
         with self._translated():
+            await self._directory_is_there()
             stream = self._obstore.list(
                 self._store, folder, offset=after, chunk_size=_LISTED_AT_ONCE
             )
@@ -137,6 +139,7 @@ class Bucket:
         drawn = _drawn(iter(data), bytes_per_second)
         content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
+            await self._directory_is_there()
             put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
             await _within(seconds, put)
 
@@ -145,6 +148,12 @@ class Bucket:
         for name in names:
             with suppress(Gone), self._translated():
                 await _within(_SILENT_SECONDS, self._obstore.delete_async(self._store, name))
+
+    async def _directory_is_there(self) -> None:
+        """Raise SharedStoreFault if the directory is gone (unmounted): obstore would make it anew."""
+        if directory := self._directory:
+            if not await _within(_SILENT_SECONDS, asyncio.to_thread(directory.is_dir)):
+                raise SharedStoreFault(f"{directory}: no such directory")
 
     async def _next(self, coming: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what *coming* brings, None at the end; `anext` with a default cannot wait for obstore."""

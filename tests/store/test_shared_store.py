@@ -687,6 +687,21 @@ async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
         assert await b.find(tokens) and await b.fetch(tokens)
 
 
+async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_path: Path) -> None:
+    tokens, shared, away = run_of(3000), tmp_path / "shared", tmp_path / "away"
+    async with start("a") as a, start("b") as b:
+        shared.rename(away)
+        await a.commit(tokens)
+        await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
+        assert not shared.exists()
+        await b.tier.look(b.tier.remote.folder(OURS))
+        for machine in (a, b):
+            assert machine.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        away.rename(shared)
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        assert await b.find(tokens)
+
+
 async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any) -> None:
     tokens, real = run_of(3000), time.time
     async with start("a") as a, start("b") as b:
