@@ -39,16 +39,7 @@ from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.connection import EventLoop
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
-from proxy.run.process import (
-    IsReady,
-    downloaded,
-    free_port,
-    has_amx,
-    keep_running,
-    port_refusal,
-    read_help,
-    split_command,
-)
+from proxy.run import process
 from proxy.settings import (
     NAMES,
     SCHEMA,
@@ -79,7 +70,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     _serve(settings_of(flags, config))
 
 
-RunServer = Callable[[IsReady, str], Coroutine[Any, Any, str]]
+RunServer = Callable[[process.IsReady, str], Coroutine[Any, Any, str]]
 """Runs llama-server, and logs the text once it is ready; returns how llama-server ended by itself."""
 
 
@@ -94,7 +85,7 @@ def _serve(
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
             if isinstance(error, OSError) and error.filename == address:
                 error.filename = None
-                why = port_refusal(*split_address(address), error)
+                why = process.port_refusal(*split_address(address), error)
                 fail(f"cannot {why}: give another {flag}", Exit.UNAVAILABLE)
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
@@ -218,20 +209,20 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     short.
     """
     try:
-        program, arguments = split_command(command)
+        program, arguments = process.split_command(command)
         merged = merge_settings(flags, os.environ, config)
         launch = _plan(program, arguments, merged)
         if launch.conflicts:
             told = ["llama-server cannot be run like this:", *launch.conflicts]
             fail("\n  ".join(told), Exit.USAGE)
         settings = _settings(merged, launch)
-        free_port(launch.host, launch.port)
+        process.free_port(launch.host, launch.port)
     except OSError as error:
         fail(error, Exit.UNAVAILABLE)
 
-    async def run_server(is_ready: IsReady, says_ready: str) -> str:
+    async def run_server(is_ready: process.IsReady, says_ready: str) -> str:
         _tell(launch, is_upstream_given="upstream" in merged)
-        return await keep_running(
+        return await process.keep_running(
             [*program, *arguments, *launch.added],
             launch.environment,
             is_ready,
@@ -260,7 +251,7 @@ def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
-    options = parse_help(text := read_help(program))
+    options = parse_help(text := process.read_help(program))
     known, given = known_names(options), read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
     needs_default = not own_path and "--slot-save-path" not in given
@@ -269,7 +260,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         known,
         own_path=os.path.abspath(os.path.expanduser(own_path)) if own_path else None,
         default_path=str(default_directory()) if needs_default else "",
-        free_port=free_port("127.0.0.1"),
+        free_port=process.free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
     if not options:  # such as for an environment variable that it cannot read
@@ -277,13 +268,13 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         launch.conflicts.append(f"its --help says: {said}")
     models = [Path(launch.model_path)] if launch.model_path else []
     if (repository := given.get("--hf-repo")) and not models:
-        models = downloaded(repository.value, os.environ)
+        models = process.downloaded(repository.value, os.environ)
     # A model of a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         presets = Path(given["--models-preset"].value) if "--models-preset" in given else None
         named = presets.read_text(errors="replace") if presets and presets.is_file() else ""
         narrow_batches(launch, given, known, named)
-    if has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
+    if process.has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:
         let_presets_win(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import itemgetter
 
+from proxy.core import saving
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
 from proxy.core.model import (
     Candidate,
@@ -34,14 +35,6 @@ from proxy.core.model import (
     usable_tokens,
 )
 from proxy.core.rates import Rates
-from proxy.core.saving import (
-    STEADY_SECONDS,
-    StateSize,
-    expected_bytes,
-    is_worth_saving,
-    is_write_back_due,
-    state_bytes,
-)
 from proxy.core.slots import (
     Content,
     Known,
@@ -190,7 +183,7 @@ class Situation:
     n_ctx: int
     n_shared: int = 0
     now: float = 0.0
-    sizes: Sequence[StateSize] = ()
+    sizes: Sequence[saving.StateSize] = ()
     expected: tuple[ExpectedState, ...] = ()
 
 
@@ -282,13 +275,13 @@ def displace(
         return NOTHING_DISPLACED
     if is_continued(content, prompt, n_common):
         return NOTHING_DISPLACED
-    size_bytes, n_lost = state_bytes(now.sizes, content), content.n_unsaved
+    size_bytes, n_lost = saving.state_bytes(now.sizes, content), content.n_unsaved
     if n_reused is not None:
         n_lost = min(n_lost, content.n_tokens - n_common)
     saves = (
         n_lost > MAX_LOST_TOKENS
-        and is_write_back_due(now.rule, content)
-        and is_worth_saving(content, n_lost, size_bytes, rates, 1 + n_busy(now.slots))
+        and saving.is_write_back_due(now.rule, content)
+        and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + n_busy(now.slots))
     )
     delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
     remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
@@ -322,7 +315,8 @@ def _steadiest(options: list[Start]) -> Start:
     """Return the cheapest option, or one that reuses clearly more and costs hardly more."""
     cheapest = options[0]
     n_enough = cheapest.n_reused + STEADY_TOKENS
-    alike = (o for o in options if o.total_seconds <= cheapest.total_seconds + STEADY_SECONDS)
+    most_seconds = cheapest.total_seconds + saving.STEADY_SECONDS
+    alike = (o for o in options if o.total_seconds <= most_seconds)
     more = [o for o in alike if o.n_reused >= n_enough]
     return max(more, key=lambda o: o.n_reused, default=cheapest)
 
@@ -383,7 +377,7 @@ def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
     """Return whether the header is worth a save before the request is answered."""
     if len(now.slots) == 1 or n_reused >= cuts.shared:
         return False
-    save_seconds = now.rates.save_seconds(expected_bytes(now.sizes, cuts.shared, 2) or 0)
+    save_seconds = now.rates.save_seconds(saving.expected_bytes(now.sizes, cuts.shared, 2) or 0)
     evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.shared)
     return evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
 

@@ -10,15 +10,7 @@ from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
-from proxy.llama.requests import (
-    chat_form,
-    conversation_of,
-    has_media,
-    honours_id_slot,
-    is_too_deep,
-    n_completions,
-    reads_forms,
-)
+from proxy.llama import requests
 from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest
@@ -56,8 +48,8 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        is_unread = request.body is None and not reads_forms(request.path)
-        if is_unread and not is_too_deep(request.raw):
+        is_unread = request.body is None and not requests.reads_forms(request.path)
+        if is_unread and not requests.is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
         if self._is_brief(process, request):
             request.is_brief, request.why = True, BRIEF
@@ -71,7 +63,7 @@ class Cache:
         Such a chat takes a slot only if that slot holds nothing of worth.
         """
         n_bytes, rates = len(request.raw), process.rates
-        is_plain = not (request.wishes or request.warms) and honours_id_slot(request.route)
+        is_plain = not (request.wishes or request.warms) and requests.honours_id_slot(request.route)
         if not is_plain or n_bytes > _MAX_BRIEF_BYTES:
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // BYTES_PER_TOKEN)
@@ -92,7 +84,7 @@ class Cache:
         if ending:
             await asyncio.wait(ending)
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
-        slots, is_pinned = process.slots, honours_id_slot(request.route)
+        slots, is_pinned = process.slots, requests.honours_id_slot(request.route)
         slot = slot_to_extend(
             conversation, slots, process.rule, request.namespace, n_room, is_pinned=is_pinned
         )
@@ -166,8 +158,8 @@ class Cache:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
             read = partial(self._read_now, process, request)
             return await serving(process, request, turn, read).serve()
-        is_pinned = honours_id_slot(request.route) and not is_left_alone
-        if body is None or not is_pinned or n_completions(body) > 1:
+        is_pinned = requests.honours_id_slot(request.route) and not is_left_alone
+        if body is None or not is_pinned or requests.n_completions(body) > 1:
             await UncachedRequest(process, request, turn).serve_unpinned()
         else:
             await UncachedRequest(process, request, turn).serve_pinned(body)
@@ -211,15 +203,15 @@ class Cache:
         """
         request.why = None
         if request.chat is None:  # else the body has not changed since
-            request.chat, request.why = chat_form(request.route, request.body)
+            request.chat, request.why = requests.chat_form(request.route, request.body)
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
             if process.upstream.target.model:  # a host may change requests by the name they say
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
-                request.conversation = conversation_of(request.chat)
-                if has_media(request.chat):  # more is evaluated than its messages render
+                request.conversation = requests.conversation_of(request.chat)
+                if requests.has_media(request.chat):  # more is evaluated than its messages render
                     if not process.takes_media:
                         raise WillBeRefused("the model takes neither images nor sounds")
                     process.journal.note_chat(request)

@@ -16,16 +16,10 @@ from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account
 from proxy.explain.sketch import words_of
+from proxy.llama import requests
 from proxy.llama.answers import Answer
 from proxy.llama.client import LlamaServer
-from proxy.llama.requests import (
-    GenerationBody,
-    cache_wishes,
-    model_named,
-    only_to_warm,
-    parse_body,
-    without_salt,
-)
+from proxy.llama.requests import GenerationBody
 
 NO_STORE, NO_READ = "no_store", "no_read"
 _NOBODYS = Namespace(b"")
@@ -120,13 +114,13 @@ class Request:
 
         A salt splits the tenant further. Raises as `without_salt`.
         """
-        raw, body, self.salt = without_salt(raw, parse_body(raw))
+        raw, body, self.salt = requests.without_salt(raw, requests.parse_body(raw))
         self.tenant = salted_tenant(secret, self.tenant, self.salt) if self.salt else self.tenant
-        if body and (warming := only_to_warm(self.route, body)):
+        if body and (warming := requests.only_to_warm(self.route, body)):
             self.warms = "stream" if body.wants_stream else "whole"
-            raw, body = warming, parse_body(warming)
-        self.wishes = cache_wishes(body, self.asked_cache)
-        self.model = self.model or model_named(raw, body)
+            raw, body = warming, requests.parse_body(warming)
+        self.wishes = requests.cache_wishes(body, self.asked_cache)
+        self.model = self.model or requests.model_named(raw, body)
         self.session = self.session or (body.session if body else "")
         self._received = raw, body
         self.begin()

@@ -11,14 +11,7 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.cuts import (
-    ContextCut,
-    MessageSize,
-    first_to_try,
-    places_to_cut,
-    room_for_prompt,
-    step_of,
-)
+from proxy.core import cuts
 from proxy.core.messages import CONVERSATIONS, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.llama.client import LlamaServer, Target
@@ -162,7 +155,7 @@ class Overflow:
         """Return how many tokens a prompt may have without being shortened."""
         if not request.body:
             return process.n_ctx
-        return room_for_prompt(process.n_ctx, drops.wanted_tokens(request.body.fields))
+        return cuts.room_for_prompt(process.n_ctx, drops.wanted_tokens(request.body.fields))
 
     async def fit(self, process: Process, request: Request, read: Read) -> bool:
         """Shorten a request that does not fit; return whether the request was shortened.
@@ -177,7 +170,7 @@ class Overflow:
         try:
             conversation = drops.conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
-            places = places_to_cut(parts, step_of(process.n_ctx, n_room))
+            places = cuts.places_to_cut(parts, cuts.step_of(process.n_ctx, n_room))
             key = _conversation_key(request, request.body, process.upstream.target.model)
             return await self._shorten(request, read, places, key, n_room)
         except WillBeRefused:
@@ -188,10 +181,11 @@ class Overflow:
         return False
 
     async def _shorten(
-        self, request: Request, read: Read, places: list[ContextCut], key: bytes, n_room: int
+        self, request: Request, read: Read, places: list[cuts.ContextCut], key: bytes, n_room: int
     ) -> bool:
         assert request.body is not None and request.prompt is not None
-        start = first_to_try(places, request.prompt.n_tokens - n_room, self._reached.get(key, 0))
+        n_over, reached = request.prompt.n_tokens - n_room, self._reached.get(key, 0)
+        start = cuts.first_to_try(places, n_over, reached)
         for index in range(start, len(places)):
             shorter = copy(request)
             first, asked = places[index].first, places[index].asked
@@ -209,13 +203,13 @@ class Overflow:
 
     async def _count(
         self, upstream: LlamaServer, conversation: list[Json], request: Request
-    ) -> list[MessageSize]:
+    ) -> list[cuts.MessageSize]:
         """Return the size of each message in tokens, without the text that a template adds."""
-        parts: list[MessageSize] = []
+        parts: list[cuts.MessageSize] = []
         for before, message in zip([None, *conversation], conversation, strict=False):
             n_tokens = await self._n_tokens(upstream, message, request)
             begins = drops.begins_turn(message), drops.begins_step(message, before)
-            parts.append(MessageSize(n_tokens, *begins))
+            parts.append(cuts.MessageSize(n_tokens, *begins))
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from proxy.core import saving
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
@@ -24,16 +25,6 @@ from proxy.core.model import (
     SlotId,
 )
 from proxy.core.plan import most_useful
-from proxy.core.saving import (
-    Claim,
-    StateSize,
-    edit_cuts,
-    expected_bytes,
-    extent_of,
-    likely_cuts,
-    points_of_others,
-    select_points,
-)
 from proxy.core.slots import Content, Known, kept_after_save
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import (
@@ -45,15 +36,10 @@ from proxy.errors import (
     UpstreamRefused,
 )
 from proxy.health import CannotCache
+from proxy.llama import state_edits
 from proxy.llama.client import Saved
 from proxy.llama.files import StateFile, read_state_file
-from proxy.llama.state_edits import (
-    NEEDED_BY_VERSIONS,
-    Source,
-    order_windows,
-    repair_window,
-    select_context_checkpoints,
-)
+from proxy.llama.state_edits import Source
 from proxy.serving.process import MAX_SIZES, Process
 from proxy.store.files import FileStamp, StateFiles, final_name_of, id_of
 
@@ -121,8 +107,8 @@ class Room:
 
         On leaving, the file is deleted unless it was committed. Raises NoRoom before anything is saved.
         """
-        claim = Claim(
-            self._expected_bytes(extent_of(content)),
+        claim = saving.Claim(
+            self._expected_bytes(saving.extent_of(content)),
             self._process.present(self._process),
             self._replaced_by(content),
             spared_seconds=self._spared_seconds(content),
@@ -133,7 +119,7 @@ class Room:
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
         """Save a slot of *n_tokens* to look at the file, which is then deleted; raises CacheFault."""
         n_bytes = self._expected_bytes((n_tokens, 0))
-        claim = Claim(n_bytes, self._process.present(self._process), is_passing=True)
+        claim = saving.Claim(n_bytes, self._process.present(self._process), is_passing=True)
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 
@@ -173,7 +159,7 @@ class Room:
         process.upstream.keeps_points_of_others = state.version <= 2
         n_bytes = state.size_bytes  # as many as llama-server wrote: no edit changes a length
         fixed_bytes = min(n_bytes, state.recurrent_bytes)
-        size = StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
+        size = saving.StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
         process.sizes.append(size)
         process.n_written_points = max(process.n_written_points, size.n_points)
         process.n_loaded_points = max(process.n_loaded_points, size.n_points)
@@ -201,13 +187,13 @@ class Room:
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
-        cuts = likely_cuts(content, kind)
-        others = points_of_others(relatives)
-        inside, state_bytes = edit_cuts(content), saved.state.state_end
+        cuts, rates = saving.likely_cuts(content, kind), process.rates
+        others = saving.points_of_others(relatives)
+        inside, state_bytes = saving.edit_cuts(content), saved.state.state_end
         # Where its flags are not known, llama-server may load no more than it has written.
         n_likely = max(len(own), min(process.n_kept_points, N_CONTEXT_CHECKPOINTS))
         n_at_most = min(process.n_loaded_points, n_likely)
-        wanted = select_points(own, others, cuts, process.rates, inside, state_bytes, n_at_most)
+        wanted = saving.select_points(own, others, cuts, rates, inside, state_bytes, n_at_most)
         if wanted == own.keys():
             return saved, True
         store, grafted = process.store, dict[int, Source]()
@@ -271,9 +257,9 @@ class Room:
             if stamp[1] != reply.n_written:
                 raise CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
-            is_changed = files.edit(name, lambda path: order_windows(path, state))
-            if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
-                is_changed |= files.edit(name, repair_window)
+            is_changed = files.edit(name, lambda path: state_edits.order_windows(path, state))
+            if self.repairs_windows and state.version in state_edits.NEEDED_BY_VERSIONS:
+                is_changed |= files.edit(name, state_edits.repair_window)
             if is_changed:
                 stamp, state = files.stamp(name), read_state_file(path)
             parts = files.parts(name, state.part_sizes)
@@ -288,7 +274,7 @@ class Room:
         return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager
-    async def _reserved(self, claim: Claim) -> AsyncIterator[str]:
+    async def _reserved(self, claim: saving.Claim) -> AsyncIterator[str]:
         with self._refusals_told():
             name = await self._process.store.reserve(claim)
         try:
@@ -315,7 +301,7 @@ class Room:
         max_bytes = self._process.store.writes.max_bytes
         sizes = self._sizes()
         largest_seen = max((s.size_bytes for s in sizes), default=0) or self._guess_bytes(max_bytes)
-        expected = expected_bytes(sizes, *extent) if extent else None
+        expected = saving.expected_bytes(sizes, *extent) if extent else None
         if expected is None:
             return min(largest_seen, max_bytes)
         return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
@@ -326,14 +312,14 @@ class Room:
         may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
         return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
 
-    def _sizes(self) -> list[StateSize]:
+    def _sizes(self) -> list[saving.StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""
         ours = self._process.present(self._process).rates_by
         newest = self._process.store.newest(MAX_SIZES - len(self._process.sizes))
         stored = (c for c in newest if not ours or c.namespace in ours)
         return [
             *self._process.sizes,
-            *(StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
+            *(saving.StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
         ]
 
     def _spared_seconds(self, content: Content) -> float | None:
@@ -361,9 +347,9 @@ class Room:
 def _select(
     files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
 ) -> SavedSlot:
+    select = state_edits.select_context_checkpoints
     parts = files.edit(
-        saved.file_name,
-        lambda path: select_context_checkpoints(Source(path, saved.parts), own, grafted),
+        saved.file_name, lambda path: select(Source(path, saved.parts), own, grafted)
     )
     stamp, state = files.stamp(saved.file_name), read_state_file(files.path(saved.file_name))
     return replace(saved, state=state, parts=parts, stamp=stamp)

@@ -10,14 +10,8 @@ from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, SlotPhase, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
+from proxy.llama import requests
 from proxy.llama.answers import Answer
-from proxy.llama.requests import (
-    GenerationBody,
-    is_task_for_each_input,
-    n_completions,
-    pin,
-    taints_slot,
-)
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
@@ -48,13 +42,13 @@ class UncachedRequest:
         self._request = request
         self._turn = turn
         self._body = body = request.body
-        n_slots = 1 if body is None else n_completions(body)
+        n_slots = 1 if body is None else requests.n_completions(body)
         self._n_slots = min(n_slots, len(process.slots))
         self._namespace = request.namespace
         self._before: LastTasks | None = None
         self._is_placed = False
 
-    async def serve_pinned(self, body: GenerationBody) -> None:
+    async def serve_pinned(self, body: requests.GenerationBody) -> None:
         """Serve the request in one slot of the proxy's choice."""
 
         brief = self._request.conversation if self._request.is_brief else None
@@ -69,7 +63,7 @@ class UncachedRequest:
             (slot_id,) = lease.held
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
-                raw = pin(body, slot_id, reuses=can_reuse)
+                raw = requests.pin(body, slot_id, reuses=can_reuse)
                 answer = await self._send(raw, lambda: self._process.queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease)
@@ -90,14 +84,15 @@ class UncachedRequest:
                 is_clear = await self._clear_way(lease)
                 self._before = await last_tasks(self._process)
                 # Embeddings and reranking are one task for each input: all slots are held to the end.
-                if self._body is not None and not is_task_for_each_input(self._request.path):
+                is_for_each_input = requests.is_task_for_each_input(self._request.path)
+                if self._body is not None and not is_for_each_input:
                     placement = self._process.tasks.start(self._await_placement(lease))
                     ending.callback(placement.cancel)
                 # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes
                 if self._body is not None and (self._n_slots > 1 or not may_reuse):
-                    raw = pin(self._body, reuses=may_reuse)
+                    raw = requests.pin(self._body, reuses=may_reuse)
                 await self._send(raw)
                 used = await self._used(lease)
             except BaseException:
@@ -150,7 +145,7 @@ class UncachedRequest:
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
-            is_tainted = is_unclear or (self._body is not None and taints_slot(self._body))
+            is_tainted = is_unclear or (self._body is not None and requests.taints_slot(self._body))
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 
     def _abandon(self, lease: Lease[None]) -> None:

@@ -19,15 +19,8 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.core.eviction import (
-    Present,
-    Rank,
-    Relative,
-    Removal,
-    choose_victims,
-    lost_without,
-    value_seconds,
-)
+from proxy.core import eviction
+from proxy.core.eviction import Present, Rank, Relative, Removal
 from proxy.core.model import Candidate, Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written, scarcity, why_refused
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, end_of_block, hash_prefixes
@@ -210,7 +203,7 @@ class Catalogue:
     def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
         """Return the seconds that losing a checkpoint would cost."""
         own, *others = self._relatives(checkpoint, self.get)
-        return value_seconds(checkpoint, lost_without(own, others), present)
+        return eviction.value_seconds(checkpoint, eviction.lost_without(own, others), present)
 
     def victims(
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
@@ -221,7 +214,7 @@ class Catalogue:
         ranks = dict.fromkeys(self._quarantined, Rank.QUARANTINED)
         ranks |= dict.fromkeys(replaces, Rank.BEING_REPLACED)
         relatives = partial(self._relatives, get=cache(self.get))
-        victims, scores = choose_victims(
+        victims, scores = eviction.choose_victims(
             self._those(chain(first, others)), n_bytes, relatives, present, ranks, self._in_use
         )
         self._scores |= scores

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
+from proxy.llama import state_edits
 from proxy.llama.state_edits import repair_window
-from proxy.serving import saver
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.fakes.slot_files import read_slot_file
 from tests.fakes.slots import WINDOW, Memory
@@ -176,7 +176,7 @@ async def test_file_that_only_llama_server_may_change_is_copied_and_repaired(
             raise PermissionError(13, "Permission denied", str(path))
         return repair_window(path)
 
-    monkeypatch.setattr(saver, "repair_window", refuse_first_inode)
+    monkeypatch.setattr(state_edits, "repair_window", refuse_first_inode)
     async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
         assert (await rig.settled()).rule == Rule(RuleKind.END_ONLY, end_holds_from=2200)
         assert len(refused) == 1
