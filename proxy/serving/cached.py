@@ -302,8 +302,8 @@ class CachedRequest:
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        send, n_found, self._is_sent = self._process.launches.send, self._account.n_reused, True
-        return await send(self._turn, self._request, raw, self._note_running, n_found)
+        send, self._is_sent = self._process.launches.send, True
+        return await send(self._turn, self._request, raw, self._note_running)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)

@@ -160,12 +160,7 @@ class Launches:
             yield wait
 
     async def send(
-        self,
-        turn: Turn | None,
-        request: Request,
-        raw: bytes,
-        on_start: OnStart = do_nothing,
-        n_found: int | None = None,
+        self, turn: Turn | None, request: Request, raw: bytes, on_start: OnStart = do_nothing
     ) -> Answer:
         """Send a request; its *turn* ends once llama-server runs it.
 
@@ -175,7 +170,7 @@ class Launches:
         if self._process.queue.is_closed:
             raise replaced()
         if turn is None:
-            return await request.send(upstream, raw, on_start, n_found)
+            return await request.send(upstream, raw, on_start)
         if self._process.rule.kind is not RuleKind.END_ONLY:
             # There a save begins with a cut, whose start would empty the slot that is prepared.
             await self.clear_others()
@@ -188,7 +183,7 @@ class Launches:
         with turn, ExitStack() as ending:
             watch = self._process.tasks.start(self._end_at_start(turn, before))
             ending.callback(watch.cancel)
-            return await request.send(upstream, raw, started, n_found)
+            return await request.send(upstream, raw, started)
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""

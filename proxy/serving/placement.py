@@ -41,13 +41,15 @@ class SimilarRequest(CachedRequest):
         if not can_reuse:
             await self._overwrite()
         if self._prompt.n_tokens >= self._process.n_ctx:
-            return await self._send_to_be_refused()
+            # It does not fit: llama-server refuses it, and no slot changes.
+            with await self._process.queue.hold():
+                return await self._send_as_it_is()
         is_over = asyncio.Event()
         with await self._await_turn() as hold, ExitStack() as ending:
             before = await self._tasks_before(slot_id)
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
             ending.callback(watching.cancel)
-            answer = await self._send_as_it_is(self._account.n_reused)
+            answer = await self._send_as_it_is()
             is_over.set()
             await _see_through(watching)
         return self._confirmed(answer)
@@ -62,14 +64,9 @@ class SimilarRequest(CachedRequest):
             if await process.has_ended() or process.queue.is_closed:
                 raise replaced() from fault
 
-    async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
+    async def _send_as_it_is(self) -> Answer:
         launches, raw, self._is_sent = self._process.launches, self._body.raw, True
-        return await launches.send(self._turn, self._request, raw, self._read_beside, n_found)
-
-    async def _send_to_be_refused(self) -> Answer:
-        """Send a prompt that does not fit; llama-server refuses it, and no slot changes."""
-        with await self._process.queue.hold():
-            return await self._send_as_it_is()
+        return await launches.send(self._turn, self._request, raw, self._read_beside)
 
     async def _await_turn(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""

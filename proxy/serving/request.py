@@ -151,14 +151,11 @@ class Request:
         return words_of(body.fields) if body else ""
 
     async def send(
-        self,
-        upstream: LlamaServer,
-        raw: bytes,
-        on_start: OnStart = do_nothing,
-        n_found: int | None = None,
+        self, upstream: LlamaServer, raw: bytes, on_start: OnStart = do_nothing
     ) -> Answer:
         """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
         self.answer = None
+        n_found = self.account.n_reused if self.account else None
         self.answer = await self.relay(upstream, raw, on_start, n_found)
         self.answered_at = time.monotonic()
         return self.answer
