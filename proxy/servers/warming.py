@@ -28,7 +28,7 @@ from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
-from proxy.serving.request import OnStart, Request
+from proxy.serving.request import Request
 from proxy.serving.shared import Shared
 
 _PATH = "/completion"
@@ -187,14 +187,12 @@ def _kept(process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
 
 
 async def send_for_nobody(
-    path: str,
-    keys: Mapping[str, str],
-    upstream: LlamaServer,
-    raw: bytes,
-    on_start: OnStart,
-    n_found: int | None,
+    path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, *_: object
 ) -> Answer:
-    """Send a request that no client has made; raises NotWarmed if llama-server refuses it."""
+    """Send a request that no client has made; raises NotWarmed if llama-server refuses it.
+
+    A Relay that has nobody to tell when llama-server starts, or what the usage is.
+    """
     headers = {"Content-Type": "application/json", **keys}
     try:
         async with upstream.session.post(upstream.url(path), data=raw, headers=headers) as reply:
