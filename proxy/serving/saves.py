@@ -41,24 +41,16 @@ class SlotSaves:
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
     def begin(
-        self,
-        slot_id: SlotId,
-        kind: CheckpointKind = CheckpointKind.CONVERSATION,
-        *,
-        is_used: bool = False,
-        is_just_predicted: bool = False,
+        self, slot_id: SlotId, kind: CheckpointKind = CheckpointKind.CONVERSATION, **how: bool
     ) -> "asyncio.Future[None]":
-        """Begin to save a slot as `write_back` does.
+        """Begin to save a slot as `write_back` does; *how* are the other arguments of that.
 
         The future is done as soon as another request may have the slot: when llama-server has written the
         file, or, if that request uses what the slot holds (*is_used*), when the file was checked too. The
         file is committed beside that request.
         """
         free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        work = self.write_back(
-            slot_id, kind, is_used=is_used, is_just_predicted=is_just_predicted, free=free
-        )
-        saving = self._process.tasks.start(work)
+        saving = self._process.tasks.start(self.write_back(slot_id, kind, free, **how))
         self.under_way.add(saving)
         saving.add_done_callback(lambda _: _end(free))
         saving.add_done_callback(self.under_way.discard)
@@ -68,10 +60,10 @@ class SlotSaves:
         self,
         slot_id: SlotId,
         kind: CheckpointKind = CheckpointKind.CONVERSATION,
-        *,
-        is_used: bool = True,
-        is_just_predicted: bool = False,
         free: "asyncio.Future[None] | None" = None,
+        *,
+        is_used: bool = False,
+        is_just_predicted: bool = False,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
