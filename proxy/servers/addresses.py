@@ -335,9 +335,8 @@ class Addresses:
         for root in self._roots:
             self._follow(root)
         if self._shared.opened_store is not None:
-            self._shared.opened_store.on_damage = partial(
-                background.note_damage, self._shared, lambda: self.processes
-            )
+            on_damage = partial(background.note_damage, self._shared)
+            self._shared.opened_store.on_damage = on_damage
         self._run(partial(background.verify_stored, self._shared))
         try:
             yield

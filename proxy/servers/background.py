@@ -199,12 +199,7 @@ async def verify_stored(shared: Shared) -> None:
         await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, VERIFY_SECONDS))
 
 
-def note_damage(
-    shared: Shared,
-    processes: Callable[[], Iterable[Process]],
-    damaged: Checkpoint,
-    stemming: list[Checkpoint],
-) -> None:
+def note_damage(shared: Shared, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
     """Log and count a damaged file, and taint the slots whose content may stem from it."""
     shared.metrics.damaged_checkpoints.inc()
     get_logger("store").warning(
@@ -213,7 +208,7 @@ def note_damage(
         n_tokens=damaged.n_tokens,
         stemming=[checkpoint.file_name for checkpoint in stemming],
     )
-    for process in processes():
+    for process in shared.served.values():
         process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
 
 
