@@ -178,35 +178,21 @@ def select_points(
         del kept[min(spared, key=spared.__getitem__)]
     left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
     while left_bytes >= size_bytes and len(kept) < n_at_most:
-        if not (point := _next_best(mine, kept, inside, size_bytes, rates)):
+        # The point inside that is worth most: a change is equally likely between any two neighbours.
+        best, most, likelihood = 0, 0.0, 0.0
+        for n_cut in inside:
+            point, likelihood = highest_point(mine, n_cut), likelihood + EDIT_SHARE
+            n_before = highest_point(tuple(sorted(kept)), n_cut)
+            worth = likelihood * (point - n_before)
+            if n_before >= point:
+                likelihood = 0.0
+            elif worth > most and _is_kept(likelihood, n_before, point, size_bytes, rates):
+                best, most = point, worth
+        if not best:
             break
-        kept[point] = EDIT_SHARE
+        kept[best] = EDIT_SHARE
         left_bytes -= size_bytes
     return set(kept)
-
-
-def _next_best(
-    points: tuple[int, ...],
-    kept: Collection[int],
-    cuts: Sequence[int],
-    size_bytes: int,
-    rates: Rates,
-) -> int:
-    """Return the point inside the newest message that is worth most beside those *kept*; 0 if none is.
-
-    The *cuts* are sorted, the nearest to the end first. A change is equally likely between any two
-    neighbours.
-    """
-    best, most, likelihood = 0, 0.0, 0.0
-    for n_cut in cuts:
-        point, likelihood = highest_point(points, n_cut), likelihood + EDIT_SHARE
-        n_before = highest_point(tuple(sorted(kept)), n_cut)
-        if n_before >= point:
-            likelihood = 0.0
-        elif likelihood * (point - n_before) > most:
-            if _is_kept(likelihood, n_before, point, size_bytes, rates):
-                best, most = point, likelihood * (point - n_before)
-    return best
 
 
 def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
