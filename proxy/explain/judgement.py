@@ -11,7 +11,7 @@ from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Change, Divergence, find_change
-from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match
+from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match, Matches
 from proxy.explain.sketch import Sketch, goes_on, share_sent_again
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
@@ -194,17 +194,13 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
 
 
 def judge_prompt(
-    new: KnownPrompt,
-    nearest: Match | None,
-    compared: Match | None,
-    served: Account,
-    rule: Rule,
-    leased: Leased,
+    new: KnownPrompt, matches: Matches, served: Account, rule: Rule, leased: Leased
 ) -> Judgement:
     """Return why *served*, the request of a *new* prompt, reused no more.
 
-    The *nearest* known prompt shares the most tokens; the *compared* one is mostly of its conversation.
+    The nearest known prompt shares the most tokens; the compared one is mostly of its conversation.
     """
+    nearest, compared = matches
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change, where = Past(0, n_like), None, Divergence()
     if nearest is not None:

@@ -82,6 +82,10 @@ class Match:
         return is_exact or (self.is_same_conversation and self.is_whole)
 
 
+Matches = tuple[Match | None, Match | None]
+"""The nearest known prompt, and the one to compare a new prompt with."""
+
+
 class KnownPrompts:
     """Keeps prompts, and forgets the oldest of them first."""
 
@@ -121,9 +125,7 @@ class KnownPrompts:
         few = tokens[place]
         return any(known.tokens[place] == few for known in self._known if len(known.tokens) > end)
 
-    def matches(
-        self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float
-    ) -> tuple[Match | None, Match | None]:
+    def matches(self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float) -> Matches:
         """Return the nearest known prompt, and the prompt to compare a new one with.
 
         *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:

@@ -29,7 +29,7 @@ from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
 from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, judge_prompt, nearest_of
-from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Matches
 from proxy.llama.answers import Diagnose
 from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -223,8 +223,8 @@ class Journal:
         return chain(reversed(self._ended.values()), reversed(self._misses))
 
 
-_Found = tuple[Judgement, KnownPrompt, tuple[Match | None, Match | None]]
-"""The judgement on a request, its prompt to be kept, and two known prompts: the nearest, the compared."""
+_Found = tuple[Judgement, KnownPrompt, Matches]
+"""The judgement on a request, its prompt to be kept, and the known prompts that it was judged by."""
 
 
 class Inquiry:
@@ -283,7 +283,7 @@ class Inquiry:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
         matches = known.matches(new, self._known, self._planned_at)
-        judgement = judge_prompt(new, *matches, account, self._process.rule, self._leased)
+        judgement = judge_prompt(new, matches, account, self._process.rule, self._leased)
         return judgement, new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
