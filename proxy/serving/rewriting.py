@@ -172,33 +172,25 @@ class Overflow:
             parts = await self._count(process.upstream, conversation, request)
             places = cuts.places_to_cut(parts, cuts.step_of(process.n_ctx, n_room))
             key = _conversation_key(request, request.body, process.upstream.target.model)
-            return await self._shorten(request, read, places, key, n_room)
+            n_over, reached = request.prompt.n_tokens - n_room, self._reached.get(key, 0)
+            for index in range(cuts.first_to_try(places, n_over, reached), len(places)):
+                shorter = copy(request)
+                first, asked = places[index].first, places[index].asked
+                fields = drops.shortened(request.route, request.body.fields, first, asked)
+                shorter.rewrite(fields, REWRITE)
+                await read(shorter)
+                if shorter.prompt is None:
+                    return False
+                if shorter.prompt.n_tokens <= n_room:
+                    self._reached[key] = index
+                    self._services.metrics.shortened_requests.inc()
+                    vars(request).update(vars(shorter))
+                    return True
         except WillBeRefused:
             raise
         except Exception as error:
             failure = CacheFault(f"{REWRITE}: {why_failed(error)}")
             self._services.faults.record("stabilize", failure)
-        return False
-
-    async def _shorten(
-        self, request: Request, read: Read, places: list[cuts.ContextCut], key: bytes, n_room: int
-    ) -> bool:
-        assert request.body is not None and request.prompt is not None
-        n_over, reached = request.prompt.n_tokens - n_room, self._reached.get(key, 0)
-        start = cuts.first_to_try(places, n_over, reached)
-        for index in range(start, len(places)):
-            shorter = copy(request)
-            first, asked = places[index].first, places[index].asked
-            fields = drops.shortened(request.route, request.body.fields, first, asked)
-            shorter.rewrite(fields, REWRITE)
-            await read(shorter)
-            if shorter.prompt is None:
-                return False
-            if shorter.prompt.n_tokens <= n_room:
-                self._reached[key] = index
-                self._services.metrics.shortened_requests.inc()
-                vars(request).update(vars(shorter))
-                return True
         return False
 
     async def _count(
