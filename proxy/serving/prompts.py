@@ -7,7 +7,7 @@ the text and the tokens at hand before they are used.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -314,18 +314,18 @@ class PromptReader:
             *(self._upstream.apply_template(raw, headers) for raw in bodies)
         )
         shared = texts[0][: common_prefix_length(*texts)]
-        pieces = await self._upstream.pieces(shared, headers)
-        special = await last_special_token(self._upstream, pieces, headers)
-        return token_ids(piece.id for piece in pieces[: special + 1])
+        pieces = await _to_last_special_token(self._upstream, shared, headers)
+        return token_ids(piece.id for piece in pieces)
 
 
-async def last_special_token(
-    upstream: LlamaServer, pieces: Sequence[TokenPiece], headers: Headers
-) -> int:
-    """Return the index of the last special token in *pieces*; -1 if none of the last pieces is special.
+async def _to_last_special_token(
+    upstream: LlamaServer, text: str, headers: Headers
+) -> list[TokenPiece]:
+    """Return the tokens of a text up to its last special one; none if none of the last is special.
 
     A token is special if its text gives other tokens when special tokens are read as ordinary text.
     """
+    pieces = await upstream.pieces(text, headers)
     for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
         piece = pieces[index]
         if isinstance(piece.piece, str) and len(piece.piece) > 2:
@@ -333,8 +333,8 @@ async def last_special_token(
                 piece.piece, headers, add_special=False, parse_special=False
             )
             if plain.tolist() != [piece.id]:
-                return index
-    return -1
+                return pieces[: index + 1]
+    return []
 
 
 class KnownTexts:
@@ -406,10 +406,9 @@ class KnownTexts:
         return n_best, best
 
     async def _seek_mark(self, ending: str, headers: Headers) -> None:
-        pieces = await self._upstream.pieces(ending, headers)
-        index = await last_special_token(self._upstream, pieces, headers)
-        if index >= 0 and isinstance(piece := pieces[index].piece, str) and piece in ending:
-            self._mark = piece, pieces[index].id
+        pieces = await _to_last_special_token(self._upstream, ending, headers)
+        if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
+            self._mark = piece, pieces[-1].id
 
 
 # Messages with other texts, to see where renderings differ.
