@@ -32,6 +32,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, SlotPhase, state_of
 from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
 from proxy.explain import views
+from proxy.health import Degradation
 from proxy.llama.requests import (
     Aliases,
     generation_route,
@@ -385,15 +386,7 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
         "listen": pool.settings.listen,
         "state": degradations.state,
         "since": _moment(degradations.since),
-        "reasons": [
-            {
-                "kind": each.kind,
-                "reason": each.reason,
-                "cure": each.kind.cure,
-                "since": _moment(each.since),
-            }
-            for each in degradations.active
-        ],
+        "reasons": [_describe_reason(each) for each in degradations.active],
         "servers": [
             {
                 # The model's name, if the address has several models.
@@ -418,6 +411,11 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
             "version": store.version,
         },
     }
+
+
+def _describe_reason(each: Degradation) -> dict[str, Any]:
+    told = {"kind": each.kind, "reason": each.reason, "cure": each.kind.cure}
+    return {**told, "since": _moment(each.since)}
 
 
 def _describe_slot(slot: Slot) -> dict[str, Any]:
