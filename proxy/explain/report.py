@@ -295,18 +295,15 @@ class Inquiry:
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._process.opened_store is None or not self._process.can_cache:
             return judgement
-        n_missed = self._n_known_to_others() - n_reused
-        if n_missed <= SLACK_TOKENS:
-            return judgement
-        return msgspec.structs.replace(judgement, cause=Cause.OTHER_KEY, n_missed=n_missed)
-
-    def _n_known_to_others(self) -> int:
-        """Return how many tokens of the prompt the states of other tenants of this model would give."""
         process, prompt, model = self._process, self._prompt, self._process.model_namespace
         tenants = {b"", *known_tenants(process.store.index, model)}
         others = {tenant_namespace(model, tenant) for tenant in tenants} - {prompt.namespace}
         found = (process.store.find(other, prompt.tokens) for other in islice(others, _MAX_OTHERS))
-        return max((most_useful(process.rule, f, prompt.n_tokens)[0] for f in found), default=0)
+        n_known = (most_useful(process.rule, each, prompt.n_tokens)[0] for each in found)
+        n_missed = max(n_known, default=0) - n_reused
+        if n_missed <= SLACK_TOKENS:
+            return judgement
+        return msgspec.structs.replace(judgement, cause=Cause.OTHER_KEY, n_missed=n_missed)
 
 
 class Report:
@@ -330,31 +327,28 @@ class Report:
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
-        told = Told(warms=request.warms, keeps_text=request.keeps_text)
+        plain = Told(warms=request.warms, keeps_text=request.keeps_text)
+        body, route, journal = request.body, request.route, self._journal
         try:
-            return self._compared(request, told._replace(header=_cache_header(request)))
+            told = plain._replace(header=_cache_header(request))
+            if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
+                return told
+            is_asked, message_id = asked_comparison(route, body)
+            if not is_asked and route is Route.MESSAGES:
+                return told
+            read = sketch.sketch_of(request.chat.fields) if request.chat else None
+            new = sketch.named(request.id, body.fields, read)
+            told = told._replace(on_id=partial(journal.note_named, request.tenant, new))
+            if not message_id:
+                return told._replace(diagnose=lambda _: None) if is_asked else told
+            compared = journal.compare(request.tenant, message_id, new, request.prompt)
+            if route is Route.RESPONSES:
+                return told._replace(diagnose=partial(sketch.openai_diagnostics, compared))
+            diagnostics = sketch.anthropic_diagnostics(compared)
+            return told._replace(diagnose=lambda _: diagnostics)
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
-            return told
-
-    def _compared(self, request: "Request", told: Told) -> Told:
-        """Return *told* with the diagnostics that the client asks for, and with what notes the id."""
-        body, route, journal = request.body, request.route, self._journal
-        if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
-            return told
-        is_asked, message_id = asked_comparison(route, body)
-        if not is_asked and route is Route.MESSAGES:
-            return told
-        read = sketch.sketch_of(request.chat.fields) if request.chat else None
-        new = sketch.named(request.id, body.fields, read)
-        told = told._replace(on_id=partial(journal.note_named, request.tenant, new))
-        if not message_id:
-            return told._replace(diagnose=lambda _: None) if is_asked else told
-        compared = journal.compare(request.tenant, message_id, new, request.prompt)
-        if route is Route.RESPONSES:
-            return told._replace(diagnose=partial(sketch.openai_diagnostics, compared))
-        diagnostics = sketch.anthropic_diagnostics(compared)
-        return told._replace(diagnose=lambda _: diagnostics)
+            return plain
 
     def not_looked_up(
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
