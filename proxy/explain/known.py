@@ -111,19 +111,18 @@ class KnownPrompts:
         """
         in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
         last, end = next(in_slot, None), n_reused + SLACK_TOKENS
-        if last is None or last.namespace != new.namespace or self._has_any(new.tokens, end):
+        if last is None or last.namespace != new.namespace:
+            return None
+        # Another prompt has the same few tokens up to there, and the next one.
+        place = slice(end - SLACK_TOKENS, end + 1)
+        few, longer = new.tokens[place], (k for k in self._known if len(k.tokens) > end)
+        if any(known.tokens[place] == few for known in longer):
             return None
         begin = max(0, min(n_reused, len(last.tokens)) - SLACK_TOKENS)
         n_common = begin + common_prefix_length(last.tokens[begin:], new.tokens[begin:])
         match = Match(last, n_common, is_same_conversation=True)
         is_as_planned = n_common >= min(n_reused, len(last.tokens))
         return match if is_as_planned and match.is_whole and len(last.tokens) <= end else None
-
-    def _has_any(self, tokens: TokenIds, end: int) -> bool:
-        """Return whether a known prompt has the same few tokens up to *end*, and the next one."""
-        place = slice(end - SLACK_TOKENS, end + 1)
-        few = tokens[place]
-        return any(known.tokens[place] == few for known in self._known if len(known.tokens) > end)
 
     def matches(self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float) -> Matches:
         """Return the nearest known prompt, and the prompt to compare a new one with.
