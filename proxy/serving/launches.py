@@ -148,7 +148,14 @@ class Launches:
                 others = {} if self._process.clears_idle_slots else self._evaluations
                 least, most = UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
                 before = [over for over, n in others.items() if least < n <= most]
-                mine = asyncio.ensure_future(_over(before, answering, _MOST_TIMES * seconds))
+
+                async def over() -> None:
+                    """Return once the prompt is evaluated, behind the others, or has had its seconds."""
+                    if before:
+                        await asyncio.wait(before)
+                    await wait_for(answering, _MOST_TIMES * seconds)
+
+                mine = asyncio.ensure_future(over())
                 self._evaluations[mine] = n_tokens
                 mine.add_done_callback(self._evaluations.pop)
                 ending.callback(mine.cancel)
@@ -191,15 +198,6 @@ class Launches:
             await asyncio.sleep(_SHORT_LOOK_SECONDS)
             if await begun_since(self._process, before):
                 return turn.end()
-
-
-async def _over(
-    before: Collection["asyncio.Future[None]"], answering: asyncio.Event, seconds: float
-) -> None:
-    """Return when a prompt is evaluated, which begins after those *before*, or has had its *seconds*."""
-    if before:
-        await asyncio.wait(before)
-    await wait_for(answering, seconds)
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.
