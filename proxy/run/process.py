@@ -284,10 +284,23 @@ async def keep_running(
 async def _outlast(
     process: LlamaProcess, is_ready: IsReady, says_ready: str
 ) -> tuple[str, float | None]:
-    """Return a process's end in words, and how long it had been ready, None if never."""
-    ended = asyncio.ensure_future(process.wait())
+    """Return a process's end in words, and how long it had been ready, None if never.
+
+    Loading can take minutes, and a download longer: now and then its last line is told.
+    """
+    log, began = get_logger("llama-server"), time.monotonic()
+    ended, ready_at, told_at = asyncio.ensure_future(process.wait()), None, began
     try:
-        ready_at = await _await_ready(process, ended, is_ready, says_ready)
+        while not ended.done():
+            now = time.monotonic()
+            if await is_ready():
+                ready_at, seconds = now, round(now - began, 1)
+                log.info("llama-server is ready", after_seconds=seconds, says=says_ready)
+                break
+            if now >= told_at + TELL_SECONDS and (line := process.last_line):
+                told_at = now
+                log.info("llama-server is starting", says=f"llama-server is starting: {line}")
+            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
         how = await ended
     finally:
         ended.cancel()
@@ -297,24 +310,3 @@ async def _outlast(
     if ready_at is None:
         return f"llama-server died before it was ready: {how}{said}", None
     return f"llama-server died: {how}{said}", time.monotonic() - ready_at
-
-
-async def _await_ready(
-    process: LlamaProcess, ended: "asyncio.Future[str]", is_ready: IsReady, says_ready: str
-) -> float | None:
-    """Return the time when llama-server was ready, None if it ended first.
-
-    Loading can take minutes, and a download longer: now and then its last line is told.
-    """
-    log, began = get_logger("llama-server"), time.monotonic()
-    told_at = began
-    while not ended.done():
-        now = time.monotonic()
-        if await is_ready():
-            log.info("llama-server is ready", after_seconds=round(now - began, 1), says=says_ready)
-            return now
-        if now >= told_at + TELL_SECONDS and (line := process.last_line):
-            told_at = now
-            log.info("llama-server is starting", says=f"llama-server is starting: {line}")
-        await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-    return None
