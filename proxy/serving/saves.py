@@ -7,20 +7,12 @@ the holder of the slot's lease may save it. Every method leaves the table true, 
 import asyncio
 from dataclasses import replace
 
+from proxy.core import slots
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
 from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
 from proxy.core.saving import at_savable_point, is_write_back_due
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Empty,
-    Known,
-    Unknown,
-    also_saved,
-    as_saved,
-    not_to_save,
-)
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 from proxy.errors import CacheFault, NoRoom, UpstreamLost
 from proxy.serving.planning import displaced_state
@@ -122,7 +114,7 @@ class SlotSaves:
 
     def _count_as_saved(self, slot_id: SlotId) -> Content:
         """Count a slot's content as saved while its file is checked and committed."""
-        content = not_to_save(self._table[slot_id].content)
+        content = slots.not_to_save(self._table[slot_id].content)
         if isinstance(content, Known):
             content = replace(content, n_saved=content.n_tokens)
         self._table.set_content(slot_id, content)
@@ -131,10 +123,10 @@ class SlotSaves:
     def _give_up(self, slot_id: SlotId, held: Content, before: Content) -> Content:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
         if held is before:  # else it counts as saved, and another request may have the slot
-            content = not_to_save(self._table[slot_id].content)
+            content = slots.not_to_save(self._table[slot_id].content)
             self._table.set_content(slot_id, content)
         else:
-            content = not_to_save(before)
+            content = slots.not_to_save(before)
             self._table.refine(slot_id, held, content)
         return content
 
@@ -176,7 +168,7 @@ class SlotSaves:
         relatives = await asyncio.to_thread(list, store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
-        told = as_saved(content, namespace, state.tokens, state.restore_points)
+        told = slots.as_saved(content, namespace, state.tokens, state.restore_points)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
             self._table.refine(slot_id, held, told)
             return None
@@ -194,7 +186,7 @@ class SlotSaves:
             self._table[slot_id].note_save(checkpoint)
             self._table.refine(slot_id, held, replace(told, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
-        self._table.refine(slot_id, now, also_saved(now, namespace, state.tokens, points))
+        self._table.refine(slot_id, now, slots.also_saved(now, namespace, state.tokens, points))
         rule = after_save(
             self._process.rule,
             has_every_position=state.has_every_position,
