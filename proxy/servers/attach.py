@@ -16,21 +16,10 @@ from typing import Any
 import msgspec
 import xxhash
 
+from proxy.core import model
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
-from proxy.core.model import (
-    CANARY_TOKENS,
-    FAR_TOKENS,
-    FULL_WINDOW_TOKENS,
-    NO_RULE,
-    CheckpointKind,
-    RestoreProbe,
-    Rule,
-    SlotId,
-    choose_namespace,
-    derive,
-    judge,
-)
+from proxy.core.model import NO_RULE, CheckpointKind, RestoreProbe, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
@@ -71,26 +60,6 @@ Identity = dict[str, Any]
 
 Identity, layout of the cache and canary make a namespace; only the canary needs an evaluation.
 """
-
-
-async def read_identity(upstream: LlamaServer, props: Props) -> tuple[Identity, int]:
-    """Ask llama-server for its model, and read the model file if possible; raises UpstreamFault.
-
-    Returns how many tokens the vocabulary has, too.
-    """
-    meta = await upstream.model_meta()
-    adapters = await upstream.lora_adapters()
-    path = Path(props.model_path)
-    fingerprint = await asyncio.to_thread(fingerprint_model, path)
-    identity = {
-        "model": fingerprint or f"{path} {meta.size}",
-        "n_vocab": meta.n_vocab,
-        "n_params": meta.n_params,
-        "size_bytes": meta.size,
-        "modalities": props.modalities,
-        "adapters": [(a.id, a.path, a.scale) for a in adapters],
-    }
-    return identity, meta.n_vocab
 
 
 async def attach(
@@ -236,8 +205,18 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
 async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Launch) -> None:
     """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
-    identity, n_vocab = await read_identity(upstream, props)
-    fixed = token_ids(token % max(1, n_vocab) for token in CANARY_TOKENS)
+    meta, adapters = await upstream.model_meta(), await upstream.lora_adapters()
+    n_vocab, path = meta.n_vocab, Path(props.model_path)
+    fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
+    identity = {
+        "model": fingerprint or f"{path} {meta.size}",
+        "n_vocab": n_vocab,
+        "n_params": meta.n_params,
+        "size_bytes": meta.size,
+        "modalities": props.modalities,
+        "adapters": [(a.id, a.path, a.scale) for a in adapters],
+    }
+    fixed = token_ids(token % max(1, n_vocab) for token in model.CANARY_TOKENS)
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
     canary = await upstream.canary(slot_id, tokens)
@@ -282,7 +261,7 @@ async def _recognize(process: Process, identity: Identity, canary: list[tuple[in
     store, owned = process.store, dict(owners(process.store.index))
     for namespace, checkpoint in {c.namespace: c for c in store}.items():
         owner = owned.get(namespace)
-        if owner is None or not choose_namespace([owner.known], canary):
+        if owner is None or not model.choose_namespace([owner.known], canary):
             continue
         with suppress(OSError, CacheFault):
             state = read_state_file(store.files.path(checkpoint.file_name))
@@ -315,7 +294,7 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
         has_emptied = note_emptied(table, statuses)
         n_held = next((s.n_held for s in statuses if s.id == slot_id), None)
     if other_id is not None and n_held is None:
-        async with process.room.probe(slot_id, len(CANARY_TOKENS)) as saved:
+        async with process.room.probe(slot_id, len(model.CANARY_TOKENS)) as saved:
             has_emptied |= not saved.state.tokens
     if other_id is not None or has_emptied:
         process.note_clearing(clears=has_emptied)
@@ -333,13 +312,13 @@ async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
         if holds_at_end and is_whole:
             leaving = again[: len(again) // 2 + 1] + again[:1]
             rewinds = await _reused(process, slot_id, saved, leaving) == len(leaving) - 1
-    rule = derive(
+    rule = model.derive(
         has_points=bool(state.restore_points),
         has_every_position=is_whole,
         holds_at_end=holds_at_end,
         rewinds=rewinds,
     )
-    return replace(rule, stride_tokens=FAR_TOKENS) if state.version == 2 else rule
+    return replace(rule, stride_tokens=model.FAR_TOKENS) if state.version == 2 else rule
 
 
 async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: TokenIds) -> int:
@@ -354,7 +333,7 @@ async def _namespace(
 ) -> Namespace:
     """Return the namespace of the model with this canary; *name* is its name for people."""
     known = known_namespaces(process.store.index, static)
-    if known and choose_namespace(known, canary) is None:
+    if known and model.choose_namespace(known, canary) is None:
         get_logger("lifecycle").warning(_OTHER_NUMBERS)
     meet = partial(introduce_model, process.store.index, static, canary, name, renames=True)
     return await process.store.write(meet)  # another llama-server may be met at the same time
@@ -384,7 +363,7 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
 
 
 SHORT_TOKENS = 64
-PROBE_LENGTHS = (SHORT_TOKENS, FULL_WINDOW_TOKENS, 2 * FULL_WINDOW_TOKENS)
+PROBE_LENGTHS = (SHORT_TOKENS, model.FULL_WINDOW_TOKENS, 2 * model.FULL_WINDOW_TOKENS)
 _MORE_TOKENS = 8
 BACK_TOKENS = 20
 
@@ -407,7 +386,7 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
             if probes or refusal.status != 400:
                 raise
             return NO_RULE
-    return judge(probes)
+    return model.judge(probes)
 
 
 async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
@@ -430,7 +409,7 @@ def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]
     if n_tokens == SHORT_TOKENS:
         requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
     can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
-    if n_tokens <= FULL_WINDOW_TOKENS and can_reuse:
+    if n_tokens <= model.FULL_WINDOW_TOKENS and can_reuse:
         requests.append(text[:n_common] + text[-BACK_TOKENS:])
     return [*requests, text[: n_tokens + _MORE_TOKENS]]
 
