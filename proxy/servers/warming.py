@@ -65,17 +65,9 @@ class Warming:
         if not is_whole and 0 < n_header <= SLACK_TOKENS:
             raise NotWarmed(_why_too_short(n_header, len(tokens)))
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
-        headers = keys or upstream.own_headers
-        again = Request(
-            path=_PATH,
-            route=Route.COMPLETION,
-            headers=headers,
-            relay=partial(send_for_nobody, _PATH, headers),
-            tenant=tenant,
-            client=OWN_CLIENT,
-            model=upstream.target.model,
-        )
-        return again.receive(tokens_request(wanted, upstream.target.model), self._shared.secret)
+        model, headers = upstream.target.model, keys or upstream.own_headers
+        again = own_request(_PATH, Route.COMPLETION, headers, tenant, model)
+        return again.receive(tokens_request(wanted, model), self._shared.secret)
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
@@ -186,7 +178,17 @@ def _kept(process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
     return most_useful(process.rule, found, prompt.n_tokens + 1)
 
 
-async def send_for_nobody(
+def own_request(
+    path: str, route: Route, keys: Mapping[str, str], tenant: bytes, model: str = ""
+) -> Request:
+    """Return a request that no client has made; it is for the *tenant* with these *keys*."""
+    relay = partial(_send_for_nobody, path, keys)
+    own = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant, model=model)
+    own.client = OWN_CLIENT
+    return own
+
+
+async def _send_for_nobody(
     path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, *_: object
 ) -> Answer:
     """Send a request that no client has made; raises NotWarmed if llama-server refuses it.

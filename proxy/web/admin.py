@@ -15,7 +15,6 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,8 @@ from proxy.llama.requests import (
     with_alias,
 )
 from proxy.servers.pool import Pool
-from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
+from proxy.servers.warming import NotWarmed, Warming, own_request
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
 from proxy.serving.tenants import keys_of, tenant_of
@@ -330,10 +330,7 @@ class Admin:
             wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
             raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
-        relay = partial(send_for_nobody, path, keys)
-        tenant = tenant_of(keys, self._shared.secret)
-        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant)
-        warmed.client = views.OWN_CLIENT
+        warmed = own_request(path, route, keys, tenant_of(keys, self._shared.secret))
         return warmed.receive(with_alias(wanted, self._aliases), self._shared.secret)
 
 
@@ -387,18 +384,7 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
         "state": degradations.state,
         "since": _moment(degradations.since),
         "reasons": [_describe_reason(each) for each in degradations.active],
-        "servers": [
-            {
-                # The model's name, if the address has several models.
-                "name": server.upstream.target.name,
-                "build": process.build,
-                "rule": process.rule.kind.value,
-                "n_ctx": process.n_ctx,
-                "slots": [_describe_slot(slot) for slot in process.slots],
-            }
-            for server in pool.servers
-            if (process := server.process)
-        ],
+        "servers": [_describe_process(process) for process in pool.processes],
         "n_waiting": pool.n_waiting,
         "store": None
         if store is None
@@ -410,6 +396,16 @@ def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
             "max_write_bytes_per_day": store.writes.max_bytes_per_day,
             "version": store.version,
         },
+    }
+
+
+def _describe_process(process: Process) -> dict[str, Any]:
+    return {
+        "name": process.upstream.target.name,  # of its model, if the address has several
+        "build": process.build,
+        "rule": process.rule.kind.value,
+        "n_ctx": process.n_ctx,
+        "slots": [_describe_slot(slot) for slot in process.slots],
     }
 
 
