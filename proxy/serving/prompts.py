@@ -178,11 +178,15 @@ class PromptReader:
             return 0
         body = rendering.body
         message = body.messages[newest]
-        if _is_first_message(body, newest) and not _has_several_texts(message):
+        has_several = _has_several_texts(message)
+        if _is_first_message(body, newest) and not has_several:
             return 0
         others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._shared_with, rendering, newest, others)
-        if own := _last_text(message):
+        own = (
+            text_of(message["content"][-1], "text") if has_several else text_of(message, "content")
+        )
+        if own:
             return await self._cut_at_ending(rendering, b"own", own, find)
         return (await find())[0]
 
@@ -418,13 +422,6 @@ def _has_several_texts(message: dict[str, Any]) -> bool:
     """Return whether a message's content is several parts, the last of them a text."""
     content = message.get("content")
     return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
-
-
-def _last_text(message: dict[str, Any]) -> str:
-    """Return the text that `_with_last_text` replaces; empty if there is none."""
-    if _has_several_texts(message):
-        return text_of(message["content"][-1], "text")
-    return text_of(message, "content")
 
 
 def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
