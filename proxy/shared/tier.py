@@ -88,7 +88,7 @@ class Tier:
         _, look = self._looks.get((folder, is_full), (0.0, None))
         if look is None or look.done():
             before = 0.0 if look is None or look.cancelled() else look.result()
-            look = self.remote.tasks.start(self._try(folder, is_full, 2 * before or inf))
+            look = self.remote.tasks.start(self._look(folder, is_full, 2 * before or inf))
             self._looks[folder, is_full] = time.monotonic(), look
         return look
 
@@ -104,30 +104,27 @@ class Tier:
         is_slow = look is not None and not look.cancelled() and look.result() > most_seconds
         return None if is_slow or not folder else self.look(folder)
 
-    async def _try(self, folder: str, is_full: bool, most_seconds: float) -> float:
+    async def _look(self, folder: str, is_full: bool, most_seconds: float) -> float:
         began = time.monotonic()
         try:
-            await self._look(folder, is_full)
+            under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
+            known = set(self.remote.known) if is_full else set[CheckpointId]()
+            since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
+            after = None if is_full else f"{under}/{since}"
+            with self.remote.trying("list"):
+                async for batch in self.remote.bucket.list(under, after):
+                    metas = (each for each in batch if each.kind == META)
+                    new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
+                    await self._read_metas(new)
+                    _add(found, batch if is_full else [])
+            if is_full:
+                await self._compare(folder, found, known)
             return min(time.monotonic() - began, most_seconds)
         except CacheFault as fault:
             self.remote.log.debug("listing failed", why=str(fault))
         except Exception as error:
             self.remote.faults.record("share", error)
         return 0.0
-
-    async def _look(self, folder: str, is_full: bool) -> None:
-        under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
-        known = set(self.remote.known) if is_full else set[CheckpointId]()
-        since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
-        after = None if is_full else f"{under}/{since}"
-        with self.remote.trying("list"):
-            async for batch in self.remote.bucket.list(under, after):
-                metas = (each for each in batch if each.kind == META)
-                new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
-                await self._read_metas(new)
-                _add(found, batch if is_full else [])
-        if is_full:
-            await self._compare(folder, found, known)
 
     async def _read_metas(self, new: list[Listed]) -> None:
         entries, left, apart = list[Entry](), iter(new), set[str]()
