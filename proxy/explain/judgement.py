@@ -162,11 +162,6 @@ class Past:
     loss: Loss = NO_LOSS
 
 
-def may_be_missed(served: Account, past: Past) -> bool:
-    """Return whether known tokens may have been evaluated again."""
-    return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
-
-
 def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Judgement:
     """Return why *served* reused no more; *change* is why and where its prompt left an earlier prompt.
 
@@ -206,7 +201,8 @@ def judge_prompt(
     if nearest is not None:
         elsewhere = _why_elsewhere(nearest.known, new, leased)
         past = Past(nearest.n_common, n_like, elsewhere, nearest.known.loss)
-    if compared is not None and served.failure is None and may_be_missed(served, past):
+    n_unused = max(_n_known(served, past), n_like) - (served.n_reused or 0)
+    if compared is not None and served.failure is None and n_unused > SLACK_TOKENS:
         if change := _change(new, compared):
             cause, where = change
             if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
