@@ -5,15 +5,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 
-from proxy.core.conditions import (
-    OF_PROCESS,
-    PASSING,
-    DegradationKind,
-    State,
-    state_among,
-    state_under,
-    worst_of,
-)
+from proxy.core.conditions import OF_PROCESS, PASSING, DegradationKind, State, state_under, worst_of
 from proxy.errors import CacheFault, UpstreamRefused
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -91,8 +83,9 @@ class Degradations:
 
     @property
     def state(self) -> State:
-        """How requests are served now."""
-        of_servers = state_among(state_under(self.at(where).kinds) for where in self._servers)
+        """How requests are served now; degraded where llama-servers differ."""
+        states = {state_under(self.at(where).kinds) for where in self._servers}
+        of_servers = State.DEGRADED if len(states) > 1 else worst_of(states)
         return worst_of((state_under(self.at("").kinds), of_servers))
 
     @property

@@ -248,9 +248,3 @@ def state_under(active: Iterable[DegradationKind]) -> State:
 
 def worst_of(states: Iterable[State]) -> State:
     return max(states, key=list(State).index, default=State.CACHING)
-
-
-def state_among(states: Iterable[State]) -> State:
-    """Return the state of several llama-servers: their common state, or degraded if their states differ."""
-    known = set(states)
-    return State.DEGRADED if len(known) > 1 else worst_of(known)
