@@ -196,7 +196,8 @@ class Pool(Addresses):
         for too long.
         """
         if attached := [(server, there) for server in servers if (there := server.process)]:
-            return min(attached, key=lambda each: each[0].n_queued)
+            is_single = len(attached) == 1  # mostly: its queues are not asked
+            return attached[0] if is_single else min(attached, key=lambda e: e[0].n_queued)
         waits = {asyncio.ensure_future(server.ready()): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):

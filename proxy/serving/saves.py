@@ -35,7 +35,7 @@ class SlotSaves:
     def begin(
         self, slot_id: SlotId, kind: CheckpointKind = CheckpointKind.CONVERSATION, **how: bool
     ) -> "asyncio.Future[None]":
-        """Begin to save a slot as `write_back` does; *how* are the other arguments of that.
+        """Begin to save a slot as `write_back` does; *how* are its other arguments.
 
         The future is done as soon as another request may have the slot: when llama-server has written the
         file, or, if that request uses what the slot holds (*is_used*), when the file was checked too. The
