@@ -135,7 +135,7 @@ class CachedRequest:
         elif self._account.is_ineffective_restore:
             self._lease.hand_over(process.tasks.start(self._settle_in_doubt(answer)))
         else:
-            self._settle_safely(answer)
+            self._settle(answer)
 
     # The plan.
 
@@ -149,11 +149,8 @@ class CachedRequest:
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
-        if self._process.launches.is_save_coming:
-            return None  # it would find an empty slot
-        running = [slot for slot in self._process.slots if slot.is_leased]
-        if running and self._process.is_short_of_cells(self._prompt.n_tokens, running):
-            return None  # llama-server would fail all of them
+        if self._process.launches.must_wait(self._prompt.n_tokens):
+            return None
         plan = self._plan_now()
         return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None
 
@@ -376,7 +373,7 @@ class CachedRequest:
             return
         process.slots.set_content(self._plan.slot_id, before)
         self._take_prompt(request.prompt)
-        self._settle_safely(answer)
+        self._settle(answer)
 
     def _take_prompt(self, prompt: Prompt) -> None:
         """Go on with the prompt that was read meanwhile."""
@@ -390,33 +387,30 @@ class CachedRequest:
     async def _settle_in_doubt(self, answer: Answer) -> None:
         """Settle a request whose restore was not reused: a new process may have answered unnoticed."""
         await self._process.has_ended()
-        self._settle_safely(answer)
-
-    def _settle_safely(self, answer: Answer) -> None:
-        try:
-            self._settle(answer)
-        except Exception as error:
-            # The client has its answer; only the slot's content is lost.
-            self._process.faults.record("settle", error)
-            self._process.slots.set_content(self._plan.slot_id, TAINTED)
+        self._settle(answer)
 
     def _settle(self, answer: Answer) -> None:
         """Note the reuse and the slot's content that the reply tells, and report the request."""
         process, account, slot_id = self._process, self._account, self._plan.slot_id
-        process.has_broken_off |= answer.is_broken
-        if answer.timings is not None or answer.first_token_at is not None:
-            process.slots[slot_id].has_answered = True
-        if not answer.is_refusal:
-            held = self._held(process.slots[slot_id].content, answer.timings)
-            process.slots.set_content(slot_id, planning.as_kept(self._request, held))
-        self._save_now()
-        account.value(process.rates)
         try:
-            judgement = self._inquiry.judge(account, self._request.id)
+            process.has_broken_off |= answer.is_broken
+            if answer.timings is not None or answer.first_token_at is not None:
+                process.slots[slot_id].has_answered = True
+            if not answer.is_refusal:
+                held = self._held(process.slots[slot_id].content, answer.timings)
+                process.slots.set_content(slot_id, planning.as_kept(self._request, held))
+            self._save_now()
+            account.value(process.rates)
+            try:
+                judgement = self._inquiry.judge(account, self._request.id)
+            except Exception as error:
+                process.faults.record("explain", error)
+                judgement = Judgement(Cause.UNKNOWN)
+            process.report.answered(self._request, judgement)
         except Exception as error:
-            process.faults.record("explain", error)
-            judgement = Judgement(Cause.UNKNOWN)
-        process.report.answered(self._request, judgement)
+            # The client has its answer; only the slot's content is lost.
+            process.faults.record("settle", error)
+            process.slots.set_content(slot_id, TAINTED)
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""

@@ -104,6 +104,12 @@ class Launches:
             for slot in closing
         )
 
+    def must_wait(self, n_tokens: int) -> bool:
+        """Whether a prompt would find its slot empty, or llama-server would fail it and what runs there."""
+        running = [slot for slot in self._table if slot.is_leased]
+        is_too_long = bool(running) and self._process.is_short_of_cells(n_tokens, running)
+        return self.is_save_coming or is_too_long
+
     async def clear_others(self) -> None:
         """Save and empty free slots, which the coming start would empty anyway.
 
