@@ -80,13 +80,12 @@ class Launches:
         process = self._process
         turn = await self.turns.take() if process.clears_idle_slots else None
         with turn or nullcontext():
-            is_overfull = process.is_overfull
-            if turn or is_overfull:
+            if turn or process.is_overfull:
                 # The start before may have emptied a slot just after it was saved.
                 await self._wait_for_saves()
                 with suppress(UpstreamFault):
-                    if note_emptied(self._table, await process.slot_states()):
-                        process.has_run_out_of_cells |= is_overfull
+                    has_emptied = note_emptied(self._table, await process.slot_states())
+                    process.has_run_out_of_cells |= has_emptied and turn is None
             yield turn
 
     def try_turn(self) -> Turn | None:
