@@ -309,9 +309,12 @@ class CachedRequest:
     def _read_beside(self) -> None:
         """Begin to read the prompt of a request that extends its slot's content, once.
 
-        Not before llama-server works on the request: both would render the same messages at once.
+        Not before llama-server works on the request: both would render the same messages at once. Raises
+        ServerAway if another process was seen meanwhile: there a restore may spare the whole evaluation.
         """
         if self._extended and self._reading is None:
+            if self._process.queue.is_closed and not self._request.answering.is_set():
+                raise replaced()
             self._process.extending.add(self._request)
             self._process.journal.note_chat(self._request)
             self._reading = self._process.tasks.start(self._read_soon())
@@ -352,8 +355,8 @@ class CachedRequest:
         """Settle a request that extends its slot's content once its prompt is read; keep the lease."""
         process = self._process
         assert self._request.conversation is not None
-        self._read_beside()
         self._request.answering.set()
+        self._read_beside()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from proxy.core.plan import Why
+from proxy.llama.client import LlamaServer
 from proxy.serving import cache, cached
 from proxy.serving.cache import BRIEF
 from proxy.serving.prompts import KnownTexts
 from tests.lab.conversation import Message, agent_requests
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 from tests.live.test_main_job import HEADER
@@ -110,19 +112,36 @@ async def alone(rig: Rig, chat: list[Message]) -> list[str]:
     return answers
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_rig: StartRig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_late: bool,
 ) -> None:
+    """Also if the stream begins so late that the proxy has seen the new process before."""
     # A tiny model's first token may come sooner than the proxy looks.
     monkeypatch.setattr(cached, "_FIRST_TOKEN_SECONDS", 0.0)
     first, second, *_ = agent_requests(1, 1, header=HEADER)
     async with start_rig("hybrid") as rig:
         await stream(rig, first)
         await rig.settled()
+        old, forward = rig.running.server.process, LlamaServer.forward
+
+        async def forward_late(upstream: LlamaServer, *request: Any) -> Any:
+            answer = await forward(upstream, *request)
+            if "/v1/chat/completions" in request:
+                await until(lambda: rig.running.server.process not in (None, old))
+            return answer
+
+        if is_late:
+            monkeypatch.setattr(LlamaServer, "forward", forward_late)
         await asyncio.to_thread(rig.server.stop)
         await asyncio.to_thread(rig.server.start)
         record = await stream(rig, second)
-        assert record["chosen"] == "restore" and record["evaluated"] < 0.2 * record["n_prompt"]
+        # What was withdrawn late may be in the new process's slot by then.
+        assert record["chosen"] in ({"restore", "live"} if is_late else {"restore"})
+        assert record["evaluated"] < 0.2 * record["n_prompt"]
     gc.collect()
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
