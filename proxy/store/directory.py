@@ -170,7 +170,6 @@ class StoreDirectory:
         with ExitStack() as opened:
             opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
-                self._lock = (path / LOCK_NAME).stat()
                 if is_readonly:
                     copy = Path(opened.enter_context(TemporaryDirectory()))
                     (copy / "index").mkdir()
@@ -178,6 +177,8 @@ class StoreDirectory:
                         with suppress(FileNotFoundError):
                             shutil.copyfile(path / name, copy / name)
                     path = copy
+                else:
+                    self._lock = (path / LOCK_NAME).stat()
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)

@@ -11,7 +11,7 @@ import pytest
 
 from proxy.core.model import KnownNamespace
 from proxy.errors import StoreFault, StoreLocked
-from proxy.store.directory import keep_proxies_out
+from proxy.store.directory import LOCK_NAME, keep_proxies_out
 from proxy.store.index import Index
 from proxy.store.known_models import Owner, introduce, read_index
 from proxy.store.store import CheckpointStore
@@ -103,6 +103,7 @@ async def test_states_of_a_directory_without_write_permission_are_found() -> Non
         with opened(path) as store:
             checkpoint = await store.commit(*new_state(store, run_of(300)))
         (path / "index" / "lock.mdb").unlink()  # as in a backup
+        (path / LOCK_NAME).unlink()
         (path / "link").symlink_to("nowhere")  # not ours, like the states that others save there
         for place in (path / "index", path):
             place.chmod(0o500)
