@@ -87,7 +87,7 @@ def offer(process: Process, request: Request) -> Offer:
         n_used = sum(slot.is_leased for slot in process.slots) + n_waiting + n_ahead
         return Offer(0.0, 0, n_used / max(1, len(process.slots)))
     prompt = replace(request.prompt, namespace=process.tenant_namespace(request.tenant))
-    may_start = not process.launches.is_save_coming
+    may_start = not process.launches.must_wait(prompt.n_tokens)
     return make_offer(prompt, situation(process, prompt), n_waiting, n_ahead, may_start=may_start)
 
 

@@ -10,17 +10,20 @@ import pytest
 from aiohttp import web
 
 from proxy import app
+from proxy.core.slots import Empty
 from proxy.explain.causes import Cause
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.hosts import Models
 from proxy.servers import addresses
 from proxy.servers.server import Phase
+from proxy.serving.queue import Choice
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, next_question, question
 from tests.lab.running import run_proxy
 from tests.lab.waiting import until
+from tests.unit.builders import run_of
 
 
 def served_by(server: FakeLlamaServer) -> int:
@@ -89,6 +92,19 @@ async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
         here.open()
         there.open()
         await asyncio.gather(*running)
+
+
+async def test_request_goes_where_it_need_not_wait_for_cells(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig, two_servers(rig) as second:
+        first = await rig.chat("a")
+        assert served_by(rig.server) == 1
+        process = rig.running.pool.processes[0]
+        process.has_run_out_of_cells = True
+        [empty] = [slot for slot in process.slots if isinstance(slot.content, Empty)]
+        running = Choice((empty.id,), None, destined=run_of(1200))
+        with await process.queue.lease(lambda: running):
+            await rig.chat(next_question(question("a"), first))
+        assert served_by(second) == 1
 
 
 async def test_slot_of_a_llama_server_that_runs_was_not_lost_by_a_restart(
