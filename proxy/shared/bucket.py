@@ -60,6 +60,7 @@ class Bucket:
             raise SettingsError(_NEEDED) from error
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
         self._directory: Path | None = None
+        self._look: asyncio.Future[bool] | None = None
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {}
         if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
@@ -150,9 +151,14 @@ class Bucket:
                 await _within(_SILENT_SECONDS, self._obstore.delete_async(self._store, name))
 
     async def _directory_is_there(self) -> None:
-        """Raise SharedStoreFault if the directory is gone (unmounted): obstore would make it anew."""
+        """Raise SharedStoreFault if the directory is gone (unmounted): obstore would make it anew.
+
+        A look that hangs keeps its thread, so there is one at a time.
+        """
         if directory := self._directory:
-            if not await _within(_SILENT_SECONDS, asyncio.to_thread(directory.is_dir)):
+            if self._look is None or self._look.done():
+                self._look = asyncio.ensure_future(asyncio.to_thread(directory.is_dir))
+            if not await _within(_SILENT_SECONDS, asyncio.shield(self._look)):
                 raise SharedStoreFault(f"{directory}: no such directory")
 
     async def _next(self, coming: Any, seconds: float = _SILENT_SECONDS) -> Any:

@@ -22,6 +22,7 @@ from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, 
 from proxy.core.rates import POSITIONS, Rates, UnitCost
 from proxy.core.sharing import ENTERING, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
+from proxy.errors import SharedStoreFault
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
 from proxy.shared import bucket as shared_bucket
@@ -700,6 +701,22 @@ async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_pa
         away.rename(shared)
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         assert await b.find(tokens)
+
+
+async def test_directory_that_hangs_keeps_one_thread(tmp_path: Path, monkeypatch: Any) -> None:
+    """Else it would soon have all those that states are read and checked on."""
+    bucket, back = Bucket(f"file://{tmp_path}"), threading.Event()
+    monkeypatch.setattr(shared_bucket, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(Path, "is_dir", lambda _: back.wait(HANG_SECONDS))
+    n_threads = threading.active_count()
+    try:
+        for _ in range(3):
+            with pytest.raises(SharedStoreFault, match="does not answer"):
+                async for _ in bucket.list("v1"):
+                    pass
+        assert threading.active_count() <= n_threads + 1
+    finally:
+        back.set()
 
 
 async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any) -> None:
