@@ -101,9 +101,9 @@ class Exchange:
         with suppress(ConnectionResetError):
             if not self._has_begun:
                 await response.write_eof(error_event(self.path, error))
-            else:
+            elif not self.is_answered:
                 await self._end_in(error)
-                await self.writer.delivered()
+            await self.writer.delivered()
         return response
 
     async def _relay(self, target: Target, n_found: int | None) -> Answer:

@@ -1,6 +1,7 @@
 """Leaving: what runs is finished, what is dirty is saved, and nothing waits forever."""
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import pytest
 from proxy.cli.serve import _serve_until_told
 from proxy.settings import Settings
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, Rig, question
+from tests.integration.rig import CHAT, Rig, question, with_image
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -145,6 +146,29 @@ async def test_requests_that_the_time_does_not_suffice_for_get_an_error(
         for reply in await asyncio.gather(*asked):
             assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
         rig.server.release("generate")
+        await rig.start_proxy()
+
+
+async def test_nothing_is_written_behind_an_answer_that_was_whole_when_the_time_is_up(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, drain_seconds=0.2) as rig:
+        rig.server.hold("chunk")
+        body = {"messages": with_image(question("a")), "stream": True, "max_tokens": 4}
+        raw = json.dumps(body).encode()
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.running.port)
+        writer.write(head.encode() + raw)
+        await until(lambda: any(slot.is_processing for slot in rig.server.slots))
+        gate = rig.server.hold("slots")
+        await gate.reached()
+        rig.server.release("chunk")
+        told = await reader.readuntil(b"\r\n0\r\n\r\n")
+        await rig.stop_proxy()
+        assert b"message_stop" in told
+        assert await reader.read() == b""
+        writer.close()
+        rig.server.release_all()
         await rig.start_proxy()
 
 
