@@ -117,8 +117,7 @@ class Launches:
         """
         await self._wait_for_saves()
         for slot in self._table.free() if self._process.clears_idle_slots else ():
-            if not isinstance(self._table[slot.id].content, Empty):
-                await self._process.empty(slot.id)
+            await self._process.empty(slot.id)
 
     async def make_room(self, slot_id: SlotId, n_tokens: int) -> None:
         """Save and empty free slots, the oldest first, until there are cells for *n_tokens* in a slot.
@@ -129,6 +128,7 @@ class Launches:
         for other in [slot.id for slot in sorted(table.free(), key=lambda slot: slot.used_at)]:
             others = (slot for slot in table if slot.id != slot_id)
             if other != slot_id and process.is_short_of_cells(n_tokens, others):
+                (await process.queue.hold()).end()  # llama-server may just be choosing a slot
                 await process.empty(other)
 
     async def _wait_for_saves(self) -> None:

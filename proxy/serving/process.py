@@ -161,10 +161,13 @@ class Process(Services):
         return self.shares_cells and sum(slot.n_held for slot in self.slots) > self.n_ctx
 
     def is_short_of_cells(self, n_tokens: int, others: Iterable[Slot]) -> bool:
-        """Whether llama-server has too few cells for a prompt of *n_tokens* beside *others*."""
+        """Whether llama-server has too few cells for a prompt of *n_tokens* beside *others*.
+
+        A prompt that never fits is refused, and needs none.
+        """
         n_held = sum(slot.n_held + UBATCH_TOKENS * slot.is_leased for slot in others)
         n_wanted = n_held + n_tokens + UBATCH_TOKENS  # answers are added to both
-        return self.has_run_out_of_cells and n_wanted > self.n_ctx
+        return self.has_run_out_of_cells and n_tokens < self.n_ctx < n_wanted
 
     @property
     def n_queued(self) -> int:
@@ -322,7 +325,9 @@ class Process(Services):
         self.slots.set_content(slot_id, Empty())
 
     async def empty(self, slot_id: SlotId) -> None:
-        """Save a free slot's content, then erase the slot; a leased slot is left alone."""
+        """Save a free slot's content, then erase the slot; an empty or leased slot is left alone."""
+        if isinstance(self.slots[slot_id].content, Empty):
+            return
         if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
             return
         with lease:

@@ -240,3 +240,45 @@ async def test_several_completions_wait_for_as_many_slots(start_rig: StartRig) -
         await asyncio.gather(first, both)
         (sent,) = [request for request in rig.requests_seen() if who(request) == "both"]
         assert "id_slot" not in sent.fields
+
+
+async def test_prompt_that_never_fits_neither_waits_nor_empties_a_slot(start_rig: StartRig) -> None:
+    """llama-server refuses it."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        (await rig.attached()).has_run_out_of_cells = True
+        for name in "ab":
+            await rig.chat(name)
+        n_erased = len(rig.server.seen_at("erase"))
+        gate = rig.server.hold("generate", n_calls=1)
+        running = rig.begin_chat("a")
+        await gate.reached()
+        rig.server.faults.refuse["generate"] = 400
+        too_long = {"messages": question("c", 3000)}
+        assert (await rig.post(CHAT, too_long)).status == 400
+        rig.server.faults.refuse.clear()
+        gate.open()
+        await running
+        rig.server.faults.refuse["generate"] = 400
+        assert (await rig.post(CHAT, too_long)).status == 400
+        assert len(rig.server.seen_at("erase")) == n_erased
+
+
+async def test_slots_are_emptied_only_for_cells_and_while_llama_server_chooses_none(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=4, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        process.has_run_out_of_cells = True
+        for name in "ab":
+            await rig.chat(question(name, 500))
+        n_erased = len(rig.server.seen_at("erase"))
+        gate = rig.server.hold("save", n_calls=1)
+        asked = asyncio.ensure_future(rig.chat(question("c", 1100)))
+        await gate.reached()
+        with await process.queue.hold():
+            gate.open()
+            await until(lambda: len(rig.server.seen_at("erase")) == n_erased + 1)
+            await asyncio.sleep(0.1)
+            assert len(rig.server.seen_at("erase")) == n_erased + 1
+        await asked
+        assert len(rig.server.seen_at("erase")) == n_erased + 2
