@@ -27,7 +27,7 @@ from proxy.llama.requests import GenerationBody, has_media, leading_system, rend
 
 _N_REMEMBERED = 256
 _REMEMBERED_SECONDS = 600.0
-"""How long a cut is remembered: some templates show the date before it, which changes at midnight."""
+"""How long a header is remembered: some templates show the date in it, which changes at midnight."""
 _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
 _OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
@@ -66,7 +66,8 @@ class PromptReader:
         self._n_ctx = n_ctx
         self._shares_headers = shares_headers
         self._known = KnownTexts(upstream)
-        self._cuts: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
+        self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
+        self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
@@ -157,15 +158,11 @@ class PromptReader:
         messages = body.messages[: last_user + 1]
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
-            self._cuts[key] = tokens[:message_end]
-        elif key not in self._cuts:  # the turn began before the proxy did, or its prompt was cut
+            self._turns[key] = tokens[:message_end]
+        elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
             head = with_messages(body, messages)
-            self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
-        return replace(cuts, turn_start=self._remembered(key, tokens))
-
-    def _remembered(self, key: bytes, tokens: TokenIds) -> int:
-        known = self._cuts.get(key)
-        return len(known) if known is not None and tokens[: len(known)] == known else 0
+            self._turns[key] = tokens[: (await self._cut_before(rendering, head))[0]]
+        return replace(cuts, turn_start=_shared_whole(self._turns.get(key), tokens))
 
     async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
@@ -303,12 +300,12 @@ class PromptReader:
         body = rendering.body
         system = leading_system(body)
         key = _digest(b"header", rendering_key(body, system))
-        if key not in self._cuts:
+        if key not in self._headers:
             try:
-                self._cuts[key] = await self._shared_header(body, system, rendering.headers)
+                self._headers[key] = await self._shared_header(body, system, rendering.headers)
             except UpstreamRefused:
-                self._cuts[key] = TokenIds("i")
-        return self._remembered(key, rendering.tokens)
+                self._headers[key] = TokenIds("i")
+        return _shared_whole(self._headers.get(key), rendering.tokens)
 
     async def _shared_header(
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
@@ -320,6 +317,11 @@ class PromptReader:
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await _to_last_special_token(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
+
+
+def _shared_whole(cut: TokenIds | None, tokens: TokenIds) -> int:
+    """Return how many tokens come before a remembered *cut*; 0 if a prompt does not begin with them."""
+    return len(cut) if cut is not None and tokens[: len(cut)] == cut else 0
 
 
 async def _to_last_special_token(

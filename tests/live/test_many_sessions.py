@@ -7,6 +7,8 @@ import pytest
 
 from proxy.core.launch import Launch
 from proxy.core.model import FULL_WINDOW_TOKENS
+from proxy.core.slots import Known
+from proxy.serving import prompts
 from tests.lab.conversation import (
     Message,
     agent_requests,
@@ -17,6 +19,7 @@ from tests.lab.conversation import (
     tool_result,
     user,
 )
+from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND, StartRig, in_long
@@ -219,3 +222,21 @@ async def test_short_header_at_once_is_evaluated_once_behind_a_sliding_window(
         lengths = [reply["usage"]["prompt_tokens"] for reply in await asyncio.gather(*asked)]
         assert max(lengths) < FULL_WINDOW_TOKENS
         assert await evaluated(rig) - before < 1.3 * max(lengths)
+
+
+async def test_turn_starts_at_the_same_token_however_long_it_goes_on(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header is found again every ten minutes, and many turns of agents are longer."""
+    monkeypatch.setattr(prompts, "_REMEMBERED_SECONDS", 0.01)
+    thinking = ("--chat-template-file", str(TEMPLATE_FOLDER / "thinking.jinja"))
+    async with start_rig("hybrid", n_slots=1, extra_args=thinking) as rig:
+        messages, begins = [user(1, 300)], set[int]()
+        for step in range(2):
+            await rig.chat(messages, max_tokens=4)
+            await rig.settled()
+            [slot] = rig.running.pool.processes[0].slots
+            assert isinstance(slot.content, Known)
+            begins.add(slot.content.turn_start)
+            messages += [tool_call(step), tool_result(step, 200)]
+        assert len(begins) == 1
