@@ -130,6 +130,10 @@ class ServerAway(ProxyError):
         self.has_ended = has_ended
 
 
+class OutOfCells(ProxyError):
+    """llama-server failed a request, and all others that ran, because its slots share too few cells."""
+
+
 class ProxyStopped(ProxyError):
     """The proxy stops before the request is answered."""
 

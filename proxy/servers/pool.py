@@ -22,7 +22,7 @@ from typing import Any
 
 from proxy.core.model import Outcome
 from proxy.core.residency import best_offer
-from proxy.errors import ServerAway, WillBeRefused
+from proxy.errors import OutOfCells, ServerAway, WillBeRefused
 from proxy.servers.addresses import Addresses
 from proxy.servers.background import Ahead
 from proxy.servers.server import FatalRequests, Phase, Server
@@ -124,6 +124,9 @@ class Pool(Addresses):
             await self._fatal.note_answer(request)
             self.ahead.note(process, request)
         except FreeElsewhere:
+            return False
+        except OutOfCells:
+            process.has_run_out_of_cells = process.shares_cells
             return False
         except ServerAway as away:
             if away.has_ended and await process.has_ended():

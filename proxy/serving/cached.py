@@ -17,8 +17,23 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import TAINTED, Content, SlotPhase, Unknown, must_be_erased, shared_tokens
-from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Empty,
+    SlotPhase,
+    Unknown,
+    must_be_erased,
+    shared_tokens,
+)
+from proxy.errors import (
+    OutOfCells,
+    ServerAway,
+    StoreFault,
+    UpstreamFault,
+    UpstreamLost,
+    WillBeRefused,
+)
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
@@ -300,7 +315,13 @@ class CachedRequest:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
         send, self._is_sent = self._process.launches.send, True
-        return await send(self._turn, self._request, raw, self._note_running)
+        try:
+            return await send(self._turn, self._request, raw, self._note_running)
+        except OutOfCells:
+            # llama-server has emptied the slots of all requests that ran (server-context.cpp).
+            self._process.slots.set_content(self._plan.slot_id, Empty())
+            self._is_sent = False
+            raise
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)

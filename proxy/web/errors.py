@@ -171,5 +171,5 @@ def edits_of(
     if told.warms:
         is_stream, true = told.warms == "stream", edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
-    # Read whole: its id is noted before the client has it.
-    return None, edit or (_AS_IT_IS if told.on_id else None)
+    # Read whole: its id is noted before the client has it, and some failures are not passed on.
+    return None, edit or (_AS_IT_IS if told.on_id or answer.status == 500 else None)

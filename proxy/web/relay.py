@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from proxy.errors import ProxyError, ServerAway
+from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Told
 from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
@@ -20,6 +20,7 @@ from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, 
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
 _EVENTS = "text/event-stream"
+_NO_CELLS = b"Context size has been exceeded"
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
 
@@ -46,6 +47,7 @@ class Exchange:
         self._told = Told()
         self.is_answered = False
         self._has_begun = False
+        self._has_failed = False
         self._is_in_event = False
         self.answering = asyncio.Event()
         self._first_token_at: float | None = None
@@ -121,6 +123,8 @@ class Exchange:
             body = await answer.read()
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
+            if answer.status == 500:
+                self._look_for_cells(body)
             edited = body, whole(body) if whole else body
         self._has_begun = True
         if waiting is None:
@@ -155,6 +159,9 @@ class Exchange:
             # Many clients hang up at [DONE], before the stream's last bytes: the request is served.
             if task := asyncio.current_task():
                 task.uncancel()
+        except OutOfCells:
+            await self._keep_waiting()
+            raise
         except aiohttp.ClientError as error:
             if not (reader.is_complete and _is_of_type(answer, _EVENTS)):
                 await self._break_off(error, is_over=reader.has_token or self._is_in_event)
@@ -180,6 +187,8 @@ class Exchange:
                 while not writer.is_full and (chunk := content.read_nowait()):
                     if target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
+                    if self._first_token_at is None:
+                        self._look_for_cells(chunk)
                     self._pass_on_now(chunk, chunk if lines is None else lines.feed(chunk))
                 if content.at_eof():
                     self._pass_on_now(b"", b"" if lines is None else lines.finish())
@@ -224,11 +233,20 @@ class Exchange:
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
         answer = self._answer
-        event = error_event_of(self.path, answer.status, await answer.read())
+        body = await answer.read()
+        if answer.status == 500:
+            self._look_for_cells(body)
+        event = error_event_of(self.path, answer.status, body)
         self._has_begun = True
         await waiting.write_eof(event)
         self.is_answered = True
         return Answer(answer.status, None)
+
+    def _look_for_cells(self, body: bytes) -> None:
+        """Raise OutOfCells the first time that llama-server fails before a token: it can be asked again."""
+        if _NO_CELLS in body and self.route and not self._has_failed:
+            self._has_failed = True
+            raise OutOfCells(f"llama-server: {_NO_CELLS.decode()}")
 
     async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
         client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
@@ -259,10 +277,14 @@ class Exchange:
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
         if is_over or not _is_of_type(self._answer, _EVENTS):
             return await self._end_in(ServerAway(told))
+        await self._keep_waiting()
+        raise ServerAway(told, has_ended=not self._heard.is_cut) from error
+
+    async def _keep_waiting(self) -> None:
+        """Let a client that has begun to read its stream wait for the answer to another try."""
         await self.writer.delivered()
         self._has_begun = False
         self.writer.keep()
-        raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
     async def _end_in(self, error: ProxyError) -> None:
         """End a stream of events that has begun in an error; cut any other answer."""

@@ -105,3 +105,28 @@ async def test_requests_come_first(start_rig: StartRig, monkeypatch: pytest.Monk
         await until(is_told)
         assert (await records(rig))[0]["evaluated"] <= 128
         await ask(rig, [*messages, user(2, 30)])
+
+
+async def test_nothing_is_evaluated_for_which_llama_server_would_empty_another_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (*THINKING, "--kv-unified")
+    async with start_rig("hybrid", extra_args=arguments, ahead_seconds=600.0) as rig:
+        await ask(rig, [system(300), user(5, 200)], "two")
+        (process,) = rig.running.pool.processes
+        read_next, n_before = process.reader.read_next, list[int]()
+
+        async def read(*arguments: Any) -> Any:
+            tokens = await read_next(*arguments)
+            done = rig.running.shared.journal.latest(20)
+            ahead = sum(r.kind is Kind.AHEAD for r in done)
+            if len(done) - ahead == 1 + N_REQUESTS:
+                process.n_ctx, process.has_run_out_of_cells = len(tokens) + 1, True
+                n_before.append(ahead)
+            return tokens
+
+        monkeypatch.setattr(process.reader, "read_next", read)
+        await work(rig)
+        ahead = rig.running.pool.ahead
+        await until(lambda: bool(n_before) and ahead._task is not None and ahead._task.done())
+        assert len(await records(rig)) == n_before[0]

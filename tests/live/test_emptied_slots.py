@@ -6,6 +6,8 @@ With --kv-unified all slots share the cells of one context.
 import asyncio
 from typing import Any
 
+import pytest
+
 from proxy.core.slots import Empty
 from tests.lab.conversation import answer, user
 from tests.lab.waiting import until
@@ -90,30 +92,26 @@ async def test_slot_is_saved_before_llama_server_empties_it_for_another(
         assert rig.sample("restores_total", result="refused") == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("is_stream", [False, True])
 async def test_requests_that_do_not_fit_together_run_one_after_the_other(
-    start_rig: StartRig,
+    start_rig: StartRig, path: str, is_stream: bool
 ) -> None:
-    """llama-server fails both; once it has, the second one waits."""
+    """llama-server fails both: the one without a token is sent again, and later ones wait."""
     async with start_rig("full", **UNIFIED) as rig:
-        chat = rig.base_url + "/v1/chat/completions"
-        statuses = list[int]()
+        url = rig.base_url + path
         for n_tokens in (4000, 100):
-            first = {
-                "messages": LONG[0],
-                "stream": True,
-                "ignore_eos": True,
-                "max_tokens": n_tokens,
-            }
-            async with rig.client.post(chat, json=first) as running:
+            first = {"messages": LONG[0], "stream": True, "ignore_eos": True, "model": "any"}
+            async with rig.client.post(url, json=first | {"max_tokens": n_tokens}) as running:
                 await running.content.readline()
-                async with rig.client.post(
-                    chat, json={"messages": LONG[1], "max_tokens": 4}
-                ) as second:
-                    statuses.append(second.status)
+                short = {"messages": LONG[1], "max_tokens": 4, "stream": is_stream, "model": "any"}
+                async with rig.client.post(url, json=short) as second:
+                    assert second.status == 200
+                    assert b"exceeded" not in await second.read()
                 told = await running.read()
             await rig.settled()
-        assert statuses == [500, 200]
-        assert told.endswith(b"data: [DONE]\n\n")
+            assert (b"exceeded" in told) == (n_tokens == 4000)
+        assert rig.sample("drift_total") == 0
 
 
 async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
