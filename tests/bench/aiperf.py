@@ -40,11 +40,15 @@ class AiperfError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many conversations of so many turns, all at the same time."""
+    """So many conversations of so many turns, all at the same time.
+
+    aiperf's own lengths are divided by `divisor`, where they are agentic.
+    """
 
     n_conversations: int
     n_turns: int
     is_agentic: bool = True
+    divisor: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Aiperf:
 
     async def _agentic_code(self, load: Load) -> list[str]:
         """Return the arguments for sessions as `aiperf synthesize agentic-code` makes them."""
-        name = f"agentic-{load.n_conversations}x{load.n_turns}"
+        name = f"agentic-{load.n_conversations}x{load.n_turns}-{load.divisor}"
         made = self._folder / name
         if not list(made.glob("*/dataset.jsonl")):
             made.mkdir(parents=True, exist_ok=True)
@@ -152,13 +156,17 @@ def _multi_turn(load: Load) -> list[str]:
 
 
 def _agentic_config(load: Load) -> dict[str, Any]:
-    """Return aiperf's default configuration with all lengths and pauses divided by eight.
+    """Return aiperf's default configuration with lengths divided, and pauses divided by eight.
 
     Answers are shorter still, and sessions end after a fixed number of turns.
     """
+
+    def part(**n_tokens: int) -> dict[str, int]:
+        return {name: n // load.divisor for name, n in n_tokens.items()}
+
     answer = dict.fromkeys(("mean", "median", "max"), N_ANSWER_TOKENS)
     return {
-        "new_tokens_per_turn": {"mean": 750, "median": 750, "max": 1250, "bias": 1.1},
+        "new_tokens_per_turn": {**part(mean=6000, median=6000, max=10000), "bias": 1.1},
         "generation_length": answer,
         "inter_turn_delay": {
             "agentic_fraction": 0.7,
@@ -167,12 +175,11 @@ def _agentic_config(load: Load) -> dict[str, Any]:
         },
         "reset": None,
         "turns": dict.fromkeys(("mean", "median", "min", "max"), load.n_turns),
-        "max_prompt_tokens": 20875,
+        **part(max_prompt_tokens=167_000),
         "block_size": _BLOCK_TOKENS,
         "cache": {
-            "layer1_tokens": 4000,
-            "layer1_5_tokens": 0,
-            "layer2": {"mean": 1875, "median": 625, "max": 3750},
+            **part(layer1_tokens=32_000, layer1_5_tokens=0),
+            "layer2": part(mean=15_000, median=5000, max=30_000),
             "layer1_5_groups": {"num_groups": 1},
         },
     }

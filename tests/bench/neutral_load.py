@@ -3,6 +3,8 @@
 aiperf's reports stay in the folder as it writes them, one folder for each run of processes of its own.
 What is there is not measured again. Exit status 1 if a bar is missed, 2 if a run failed; the others go on.
 
+On a GPU (llama-server in LLAMA_SERVER_BIN): --load 'agentic-code, large' --kind hybrid.
+
 python -m tests.bench.neutral_load [--folder FOLDER] [--kind KIND ...] [--load LOAD ...]
                                    [--contender NAME ...] [--times N] [--quick] [--known]
                                    [--document]
@@ -35,9 +37,13 @@ LOADS = {
     "multi-turn": Load(6, 5, is_agentic=False),
     "two conversations": Load(2, 10),
     "agentic-code, small": Load(6, 5),
+    "agentic-code, large": Load(6, 5, divisor=2),
 }
 SMALL = "agentic-code, small"
 """The same on a model that evaluates twenty times slower, as models of real size do."""
+LARGE = "agentic-code, large"
+"""Prompts four times as long, on a model of real size: only where it is asked for."""
+SIZES = {SMALL: "small", LARGE: "27b"}
 ENOUGH_SLOTS = "two conversations"
 """Conversations do not outnumber slots, so nothing can be gained."""
 N_TIMES = {"agentic-code": 2, ENOUGH_SLOTS: 2}
@@ -56,7 +62,7 @@ ALONE: dict[str, tuple[str, ...]] = {
 }
 """llama-server's flags by the name that the tables use."""
 IN_PROPORTION = "RAM in proportion"
-PROPORTION_MIB = {"tiny": 4, "small": 40}
+PROPORTION_MIB = {"tiny": 4, "small": 40, "27b": 8192}
 """A RAM cache for about as many of these conversations as 8 GiB hold of conversations eight times as long
 (44,000 tokens) on models of real size, context checkpoints included: 1.5 of Llama 3.1 8B, 1.0 of Gemma 3
 27B, 2.3 of a hybrid 27B. Recurrent models: all of them."""
@@ -65,6 +71,7 @@ FLAGS = {
     SWEPT: tuple(ALONE),
     "multi-turn": ("similarity", IN_PROPORTION),
     SMALL: ("similarity", IN_PROPORTION),
+    LARGE: ("no RAM cache", IN_PROPORTION),
     ENOUGH_SLOTS: ("defaults", "similarity"),
 }
 """What each load is tried with: all on one, elsewhere what did best there."""
@@ -161,14 +168,14 @@ class Bench:
         return self._aiperf.report(run.name), json.loads(counted.read_text())
 
     async def _play(self, run: Run) -> Counted:
-        size = "small" if run.load == SMALL else "tiny"
+        size, load = SIZES.get(run.load, "tiny"), LOADS[run.load]
         flags = ALONE.get(run.contender, ())
         if run.contender == IN_PROPORTION:
             ram = _RAM if run.kind == "recurrent" else ("--cache-ram", str(PROPORTION_MIB[size]))
             flags = (*ram, *flags)
         setup = Setup(
             n_slots=N_SLOTS,
-            n_ctx=N_SLOTS * N_CTX,
+            n_ctx=N_SLOTS * N_CTX * 8 // load.divisor,
             n_threads=1,
             server_arguments=("--threads-http", str(N_HTTP_THREADS), *flags),
         )
@@ -176,7 +183,7 @@ class Bench:
         stack = Stack(run.kind, size, self._leftovers, has_proxy=has_proxy, setup=setup)
         await stack.start()
         before, used_before = await stack.evaluated_tokens(), _cpu_seconds(stack)
-        await self._aiperf.profile(stack.base_url, LOADS[run.load], run.name)
+        await self._aiperf.profile(stack.base_url, load, run.name)
         n_evaluated = await stack.evaluated_tokens() - before
         used = _cpu_seconds(stack) - used_before
         await stack.stop()
@@ -256,7 +263,9 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
 
 def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for kind in arguments.kind or (MEMORIES[-1:] if arguments.quick else MEMORIES):
-        for load in arguments.load or ((SWEPT,) if arguments.quick else LOADS):
+        for load in arguments.load or (
+            (SWEPT,) if arguments.quick else [load for load in LOADS if load != LARGE]
+        ):
             yield kind, load
 
 

@@ -31,6 +31,8 @@ class Shape:
     n_kv_heads: int
     head_size: int
     state_size: int
+    is_quantized: bool = False
+    """Whether large matrices are Q8_0, otherwise halves."""
 
 
 def add_feed_forward(tensors: TensorWriter, block: str, shape: Shape) -> None:

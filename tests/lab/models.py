@@ -64,6 +64,17 @@ SIZES = {
     "4b": Shape(
         n_layers=32, n_embd=2560, n_ff=9216, n_heads=32, n_kv_heads=8, head_size=128, state_size=128
     ),
+    # What Qwen3.5 27B has in Q8_0: 28 GB of weights, 64 KiB for each token, 151 MB of recurrent state.
+    "27b": Shape(
+        n_layers=64,
+        n_embd=5120,
+        n_ff=17408,
+        n_heads=48,
+        n_kv_heads=8,
+        head_size=128,
+        state_size=128,
+        is_quantized=True,
+    ),
 }
 
 
@@ -87,10 +98,11 @@ def _write_model(path: Path, kind_name: str, size: str) -> None:
     kind, shape = KINDS[kind_name], SIZES[size]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind.architecture])
     writer.add_name(f"lab-{kind_name}-{size}")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    file_types = gguf.LlamaFileType
+    writer.add_file_type(file_types.MOSTLY_Q8_0 if shape.is_quantized else file_types.MOSTLY_F16)
     writer.add_chat_template((TEMPLATE_FOLDER / f"{kind.template}.jinja").read_text())
     _write_vocabulary(writer)
-    tensors = TensorWriter(writer)
+    tensors = TensorWriter(writer, is_quantized=shape.is_quantized)
     _write_token_matrices(tensors, kind, shape)
     kind.write(writer, tensors, shape)
     writer.write_header_to_file()
