@@ -14,8 +14,8 @@ benefit of a stop depends on the rule:
 3. Any rule: a state that is saved at the cut can be restored into other slots while the request goes on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from proxy.core.model import (
@@ -72,10 +72,34 @@ def is_near(points: tuple[int, ...], n_cut: int) -> bool:
 
 def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
     """Return whether a stored checkpoint can be restored at *n_cut* or just before it."""
-    return any(
-        usable_tokens(rule, c.checkpoint, min(c.n_common, n_cut), n_cut + 1) >= n_cut - SLACK_TOKENS
-        for c in candidates
-    )
+    return any(_usable_before(rule, c, n_cut) >= n_cut - SLACK_TOKENS for c in candidates)
+
+
+def _usable_before(rule: Rule, candidate: Candidate, n_cut: int) -> int:
+    n_common = min(candidate.n_common, n_cut)
+    return usable_tokens(rule, candidate.checkpoint, n_common, n_cut + 1)
+
+
+def worth_a_file(
+    rule: Rule,
+    cuts: Cuts,
+    candidates: tuple[Candidate, ...],
+    pays_again: Callable[[int, int], bool],
+) -> Cuts:
+    """Return *cuts* without those at which another file of a conversation does not pay.
+
+    Under *end only* each cut needs a file of its own. *pays_again* says whether a state up to a cut pays
+    where a file has the first tokens of it.
+    """
+    if rule.kind is not RuleKind.END_ONLY:
+        return cuts
+
+    def kept(n_cut: int) -> int:
+        n_saved = max((_usable_before(rule, c, n_cut) for c in candidates), default=0)
+        return n_cut if not n_saved or pays_again(n_saved, n_cut) else 0
+
+    branch, turn_start, end = map(kept, (cuts.branch, cuts.turn_start, cuts.message_end))
+    return replace(cuts, branch=branch, turn_start=turn_start, message_end=end)
 
 
 def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:

@@ -22,7 +22,7 @@ from enum import StrEnum
 from operator import itemgetter
 
 from proxy.core import saving
-from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
+from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops, worth_a_file
 from proxy.core.model import (
     Candidate,
     Checkpoint,
@@ -360,10 +360,17 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
     for start in options[1:]:
         way = start.restored.checkpoint.id if start.restored else (start.slot_id, "live")
         alternatives.setdefault(way, start)
+
+    def pays_again(n_saved: int, n_cut: int) -> bool:
+        size_bytes = saving.expected_bytes(now.sizes, n_cut, 0) or 0
+        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, 1 + n_busy(now.slots))
+
     return Plan(
         options[0],
         choose_stops(
-            now.rule, cuts, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
+            *(now.rule, worth_a_file(now.rule, cuts, now.candidates, pays_again), now.candidates),
+            *(n_reused, prompt.n_tokens),
+            shares_header=shares_header,
         ),
         cuts,
         _why(now.rule, options),

@@ -74,12 +74,19 @@ def is_worth_saving(
     llama-server does nothing else during a save: it delays each of *n_stalled* requests. A conversation's
     first save must pay for itself at the first use, because the conversation may end there.
     """
-    save_seconds = rates.save_seconds(size_bytes) * n_stalled
     n_saved = max(0, content.n_tokens - n_unsaved)
+    if content.n_saved:
+        return pays_again(n_saved, content.n_tokens, size_bytes, rates, n_stalled)
     evaluation_seconds = rates.evaluation_seconds(n_saved, content.n_tokens)
-    if content.n_saved == 0:
-        return save_seconds <= evaluation_seconds
-    return save_seconds <= N_RETURNS * evaluation_seconds + STEADY_SECONDS
+    return rates.save_seconds(size_bytes) * n_stalled <= evaluation_seconds
+
+
+def pays_again(
+    n_saved: int, n_tokens: int, size_bytes: int, rates: Rates, n_stalled: int = 1
+) -> bool:
+    """Return whether to save *n_tokens* of a conversation, of which a file has the first *n_saved*."""
+    save_seconds = rates.save_seconds(size_bytes) * n_stalled
+    return save_seconds <= N_RETURNS * rates.evaluation_seconds(n_saved, n_tokens) + STEADY_SECONDS
 
 
 def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:

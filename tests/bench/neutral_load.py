@@ -37,12 +37,12 @@ LOADS = {
     "multi-turn": Load(6, 5, is_agentic=False),
     "two conversations": Load(2, 10),
     "agentic-code, small": Load(6, 5),
-    "agentic-code, large": Load(6, 5, divisor=2),
+    "agentic-code, large": Load(6, 5, divisor=4),
 }
 SMALL = "agentic-code, small"
 """The same on a model that evaluates twenty times slower, as models of real size do."""
 LARGE = "agentic-code, large"
-"""Prompts four times as long, on a model of real size: only where it is asked for."""
+"""Prompts twice as long, on a model of real size: only where it is asked for."""
 SIZES = {SMALL: "small", LARGE: "27b"}
 ENOUGH_SLOTS = "two conversations"
 """Conversations do not outnumber slots, so nothing can be gained."""

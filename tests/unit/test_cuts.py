@@ -17,6 +17,7 @@ from proxy.core.cuts import (
     choose_stops,
     cuts_in_message,
     is_covered,
+    worth_a_file,
 )
 from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
@@ -40,6 +41,23 @@ def test_choose_stops_under_end_only_saves_header_and_turn_start() -> None:
         Stop(2000, CheckpointKind.TURN_START),
         Stop(3000),
     )
+
+
+def test_worth_a_file_under_end_only_leaves_out_cuts_that_cost_more_than_they_spare() -> None:
+    """Each is a whole state: 4 GB for 64,000 tokens of a 27B."""
+
+    def pays(n_saved: int, n_cut: int) -> bool:
+        return n_cut - n_saved >= 500
+
+    def stops(rule: Rule, n_saved: int) -> list[int]:
+        stored = candidate(1000, 1000), candidate(n_saved, n_saved)
+        cuts = worth_a_file(rule, CUTS, stored, pays)
+        return [stop.n_tokens for stop in choose_stops(rule, cuts, stored, 0, N_PROMPT)]
+
+    assert stops(END_ONLY, 1400) == [2000, 3000]
+    assert stops(END_ONLY, 1600) == [3000]
+    assert stops(END_ONLY, 2600) == [2000]
+    assert stops(RESTORE_POINTS, 1600) == [2000]
 
 
 def test_choose_stops_beyond_what_is_reused_leaves_the_rest_out() -> None:

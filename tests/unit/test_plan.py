@@ -338,6 +338,27 @@ def test_plan_stops_where_the_prompt_leaves_a_stored_one() -> None:
     assert made.stops == (Stop(600, CheckpointKind.BRANCH),)
 
 
+@pytest.mark.parametrize(
+    ("size_bytes", "n_new", "stops"),
+    [(4 * 10**9, 20, []), (4 * 10**9, 900, [1899]), (10**6, 20, [1019])],
+)
+def test_plan_under_end_only_stops_for_a_state_that_is_worth_its_bytes(
+    size_bytes: int, n_new: int, stops: list[int]
+) -> None:
+    n_prompt = 1000 + n_new
+    cuts = Cuts(message_end=n_prompt - 1)
+    made = plan(
+        n_prompt,
+        END_ONLY,
+        Known(run_of(1000), NAMESPACE),
+        candidates=(candidate(1000, 1000),),
+        cuts=cuts,
+        sizes=sizes_of(size_bytes),
+        rates=steady(),
+    )
+    assert [stop.n_tokens for stop in made.stops] == stops
+
+
 def test_plan_does_not_stop_where_another_tenants_prompt_is_left() -> None:
     held = Known(run_of(1000), OTHER_NAMESPACE)
     assert plan(0, RESTORE_POINTS, held, tokens=branch(600, 1200)).stops == ()
