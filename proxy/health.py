@@ -173,5 +173,5 @@ class Faults:
         if len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
         trace = None if isinstance(error, CacheFault) else error
-        says = f"the cache failed ({stage}: {reason}); the request went on without it"
+        says = f"the cache failed ({stage}: {reason}); requests are answered all the same"
         self._log.warning("cache fault", stage=stage, reason=reason, says=says, exc_info=trace)

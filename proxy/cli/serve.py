@@ -4,6 +4,8 @@ import asyncio
 import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -178,6 +180,9 @@ def _listeners(settings: Settings, proxy: Running) -> str:
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
 
+_ONLY_TELL = {"-h", "--help", "--usage", "--version", "--list-devices"}
+"""With one of these, llama-server prints and ends."""
+
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @setting_options(*(name for name in NAMES if name != "upstream"))
@@ -212,6 +217,8 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         program, arguments = process.split_command(command)
         merged = merge_settings(flags, os.environ, config)
         launch = _plan(program, arguments, merged)
+        if _ONLY_TELL & {*arguments}:
+            sys.exit(subprocess.call(command))
         if launch.conflicts:
             told = ["llama-server cannot be run like this:", *launch.conflicts]
             fail("\n  ".join(told), Exit.USAGE)
@@ -263,6 +270,10 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=process.free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
+    ours = {f"--{name.replace('_', '-')}" for name in (*NAMES, "config", "restart")} - known
+    for flag in (argument.partition("=")[0] for argument in arguments if options):
+        if flag in ours:
+            launch.conflicts.append(f"{flag} is for the proxy: put it before `--`")
     if not options:  # such as for an environment variable that it cannot read
         said = next(filter(None, map(str.strip, text.splitlines())), "nothing")
         launch.conflicts.append(f"its --help says: {said}")

@@ -176,7 +176,7 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool) -> None:
     n_bytes, verb = sum(c.size_bytes for c in pinned), "pinned" if is_pinned else "unpinned"
     answer(
         {"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes},
-        f"{verb} {len(changed)} (of {len(found)} named); pinned are now {_sum(pinned)}",
+        f"{verb} {len(changed)} (of {len(found)} named); pinned in all: {_sum(pinned)}",
     )
 
 
@@ -315,7 +315,7 @@ def check(settings: Settings, fix: bool) -> None:
         )
         for problem in problems
     ]
-    looked_at = checkpoints_in_words(len(sizes), sum(sizes))
+    looked_at = f"{checkpoints_in_words(len(sizes), sum(sizes))} in {settings.slot_save_path}"
     n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
     total = Text(f"{looked_at}: {n_problems}{', mended' if problems and is_mended else ''}")
     of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}

@@ -457,7 +457,7 @@ _FROM_NOTHING = {"n_predict": 0, "cache_prompt": False}
 def reason_of(error: Exception) -> str:
     """Return why a connection failed, in words for a person."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect to {error.host}:{error.port}"
+        return f"cannot connect to {error.host}:{error.port}: {in_words(error.os_error)}"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "its answer broke off"
     if isinstance(error, aiohttp.ServerDisconnectedError):

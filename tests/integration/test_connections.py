@@ -5,6 +5,7 @@ import errno
 import os
 import select
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
 from proxy.core.model import SlotId
-from proxy.errors import UpstreamLost, UpstreamUnreachable
+from proxy.errors import UpstreamLost, UpstreamUnreachable, in_words
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import CannotConnect, EventLoop, literal_address, new_session
 from tests.lab.waiting import HANG_SECONDS
@@ -120,6 +121,22 @@ async def test_nothing_was_sent_where_nobody_listens(unused_tcp_port: int) -> No
         upstream = LlamaServer(session, Target(f"http://127.0.0.1:{unused_tcp_port}"), None)
         with pytest.raises(CannotConnect, match=f"cannot connect to 127.0.0.1:{unused_tcp_port}"):
             await upstream.forward("POST", "/", CIMultiDict(), b"{}")
+
+
+async def test_call_says_that_llama_server_has_no_tls(peer: Peer) -> None:
+    """Else it would only be said to be away, and somebody would try to start it."""
+    async with new_session() as session:
+        url = peer.url.rstrip("/").replace("http://", "https://")
+        with pytest.raises(
+            UpstreamUnreachable, match="cannot connect to .*: no TLS, .*wrong version"
+        ):
+            await LlamaServer(session, Target(url), None).erase(SlotId(0))
+
+
+def test_certificate_that_nobody_vouches_for_is_named() -> None:
+    error = ssl.SSLCertVerificationError(1, "[SSL: CERTIFICATE_VERIFY_FAILED] ... (_ssl.c:1006)")
+    error.reason, error.verify_message = "CERTIFICATE_VERIFY_FAILED", "self-signed certificate"
+    assert in_words(error) == "no TLS, self-signed certificate"
 
 
 async def test_call_that_gets_no_descriptor_was_not_sent(

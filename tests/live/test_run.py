@@ -390,6 +390,23 @@ def test_conflict_is_named_and_nothing_is_started(
     assert run.server_pids() == []
 
 
+def test_option_of_the_proxy_behind_the_command_is_named(new_run: StartRun) -> None:
+    run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, "--listen=127.0.0.1:1", "--config", "a.yaml"))
+    run.start()
+    assert run.ended() == 2
+    last = run.log_text().splitlines()[-2:]
+    assert last == [
+        f"  {each} is for the proxy: put it before `--`" for each in ("--listen", "--config")
+    ]
+
+
+def test_llama_server_that_only_tells_its_version_has_not_died(new_run: StartRun) -> None:
+    run = new_run(arguments=("--version",), environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 0
+    assert "version: " in run.log_text() and "llama-prefix-cache" not in run.log_text()
+
+
 def test_file_in_place_of_the_directory_is_named_as_one(new_run: StartRun, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = new_run(options=("--slot-save-path", str(tmp_path / "file")))

@@ -419,7 +419,7 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     status, output = run(directory, "check")
     assert status == 1 and "is gone" in output
     assert run(directory, "check", "--fix")[0] == run(directory, "check")[0] == 0
-    assert run(directory, "check", "--fix")[1].rstrip().endswith(": no problems")
+    assert run(directory, "check", "--fix")[1].rstrip().endswith(f" in {directory}: no problems")
     with opened(directory):
         for held in (["ls"], ["check"], ["import", str(file)], ["purge", "--everything", "--yes"]):
             status, output = run(directory, *held)

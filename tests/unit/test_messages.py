@@ -76,7 +76,7 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("8081: listen", "expected `name: value` lines"),
     ("- a", "expected `name: value` lines"),
     ("a: [", ", line "),
-    ("\ta: b: c", "line 1"),
+    ("\tlisten: 127.0.0.1:1", "line 1: expected `name: value` lines (found character '\\t'"),
     ("\xff\xfe", "expected `name: value` lines"),
 ]
 
