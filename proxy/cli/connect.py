@@ -55,7 +55,7 @@ def connect(
     llama-prefix-cache connect opencode --undo     restores the file from before --write
 
     CLIENT: opencode, kilo, claude-code, codex, qwen-code, pi, cline, crush, continue, open-webui,
-    openai-sdk, anthropic-sdk.
+    openai-sdk, anthropic-sdk. Any other client of OpenAI's API takes the URL that openai-sdk prints.
     URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
     old file beside the new one. Two small requests then show whether requests of this form are cached.
     """
@@ -191,7 +191,9 @@ def _put(path: Path, content: bytes) -> None:
 
 def _agree(path: Path, before: str, after: str) -> None:
     """Show the difference, and exit unless the user agrees to it."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), str(path), lineterm="")
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(path), str(path), lineterm=""
+    )
     click.echo("\n".join(lines), err=True)
     agree(f"Write {path}?")
 

@@ -416,7 +416,7 @@ def _proxy_finding(setup: Setup) -> Finding:
     """Return the state that a proxy on the directory reports."""
     topic = "running proxy"
     if setup.health is None:
-        text = f"No proxy tells its health at {setup.settings.admin}, but {setup.lock}."
+        text = f"No proxy tells its health at {setup.settings.admin}; {setup.lock}."
         cure = "Give its --admin HOST:PORT, and --admin-token-file FILE if it asks for a token; or stop it."
         return limit(topic, text, cure)
     # Doctor reports the directory's permissions itself.

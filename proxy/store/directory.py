@@ -64,8 +64,9 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StoreLocked(
-                f"another llama-prefix-cache uses {directory}{_holder(descriptor)}: stop it first, or give"
-                " another --slot-save-path. Without one, `ls`, `pin`, `unpin`, `rm` and `purge` ask it"
+                f"another llama-prefix-cache uses {directory}{_holder(descriptor)}: stop it first, or"
+                " give another directory. Without --slot-save-path, `ls`, `pin`, `unpin`, `rm` and"
+                " `purge` ask it"
             ) from error
         except OSError as error:
             error.filename = str(path)

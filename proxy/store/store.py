@@ -249,11 +249,12 @@ class CheckpointStore(Catalogue):
             if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # a passing file is not worth a checkpoint: let its write fail
             victims = self.victims(n_bytes, claim.present, claim.replaces)
-            if sum(v.size_bytes for v in victims) < n_bytes:
+            if (deletable := sum(v.size_bytes for v in victims)) < n_bytes:
                 raise NoRoom(
                     limit,
-                    f"{n_bytes:,} bytes are missing ({limit}); checkpoints not in use or pinned have less:"
-                    f" {free_bytes:,} are free, {self.pinned_bytes:,} of {self.size_bytes:,} are pinned",
+                    f"{n_bytes:,} bytes are missing ({limit}), and only {deletable:,} may be deleted: of"
+                    f" {self.size_bytes:,} stored, {self.pinned_bytes:,} are pinned. The disk has"
+                    f" {free_bytes:,} free",
                 )
             await self._remove(victims, limit)
         except BaseException as error:
