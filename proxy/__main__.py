@@ -3,13 +3,16 @@
 import sys
 from importlib import resources
 
-import click
+try:
+    import click
 
-from proxy import __version__
-from proxy.cli import connect, look, serve, store, trace
-from proxy.cli.command import Commands
-from proxy.llama.files import SUPPORTED_VERSIONS
-from proxy.store.index import FORMAT_VERSION
+    from proxy import __version__
+    from proxy.cli import connect, look, serve, store, trace
+    from proxy.cli.command import Commands
+    from proxy.llama.files import SUPPORTED_VERSIONS
+    from proxy.store.index import FORMAT_VERSION
+except KeyboardInterrupt:  # Ctrl-C in the second that this takes
+    raise SystemExit(130) from None
 
 
 def version_text() -> str:

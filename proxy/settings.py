@@ -427,8 +427,8 @@ def _read_file(file: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        why = f" ({problem})" if (problem := getattr(error, "problem", "")) else ""
-        raise SettingsError(f"{file}{line}: expected `name: value` lines{why}") from error
+        how = "without tabs; a value with `: `, or that begins with a sign, needs quotes"
+        raise SettingsError(f"{file}{line}: expected `name: value` lines, {how}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
 from proxy.run.process import port_refusal
 from proxy.settings import ENVIRONMENT_PREFIX
+from tests.lab.server import REPOSITORY
 
 NOT_PLAIN = re.compile(
     r"Traceback|Errno|Error\b|Exception|<class|object at 0x|NoneType|msgspec|Expected `|mdb_|lmdb|"
@@ -76,7 +78,7 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("8081: listen", "expected `name: value` lines"),
     ("- a", "expected `name: value` lines"),
     ("a: [", ", line "),
-    ("\tlisten: 127.0.0.1:1", "line 1: expected `name: value` lines (found character '\\t'"),
+    ("\tlisten: 127.0.0.1:1", "line 1: expected `name: value` lines, without tabs"),
     ("\xff\xfe", "expected `name: value` lines"),
 ]
 
@@ -99,6 +101,14 @@ def told(*arguments: object, environment: dict[str, str] | None = None) -> tuple
     assert not NOT_PLAIN.search(plain), said
     assert result.exit_code and len(said.splitlines()) <= 8, said
     return result.exit_code, said
+
+
+def test_ctrl_c_while_the_modules_load_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "proxy", "--version"]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
 @pytest.mark.parametrize(("line", "words"), SETTINGS)
