@@ -474,6 +474,8 @@ def agree_to_write(context: click.Context, _: click.Parameter, file: Path) -> Pa
     """Ask before a command with `yes_option` replaces a file; exit if the file cannot be written."""
     if context.resilient_parsing:  # the shell completes a line: nobody can answer
         return file
+    if str(file) == "-":
+        raise click.BadParameter("it is written to a file, not to the standard output: name a file")
     place = file if os.path.exists(file) else file.parent
     if not os.access(place, os.W_OK):
         fail(f"{place} does not exist, or this user may not write to it")

@@ -142,6 +142,8 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("trace", "show", "/etc/hostname"), "not what `trace export` writes"),
         (("trace", "export", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
         (("trace", "export", "/no/such/x.jsonl"), "/no/such does not exist"),
+        (("trace", "export", "-"), "not to the standard output: name a file"),
+        (("export", "5d3a90c2", "-o", "-"), "not to the standard output: name a file"),
         (("bench", "--report", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
         (("bench", "--report", "/no/such/report.json"), "/no/such does not exist"),
         (("run", "--", "/etc/hostname"), "cannot be run"),
