@@ -262,7 +262,7 @@ class RunningProxy:
         """Return the listener for clients, at *url* or where the overview tells; exits without a model."""
         if not told["servers"]:
             why = " ".join(f"{each['reason']} {each['cure']}" for each in told["reasons"])
-            none = "no model yet: give llama-server one (-m FILE), or let it load"
+            none = "no model is loaded yet. A router or llama-swap loads the model that a request names"
             fail(why or none, Exit.UNAVAILABLE)
         listen = reachable(told["listen"], self.address.rpartition(":")[0])
         return RunningProxy(url or listen, api_key, is_admin=False)

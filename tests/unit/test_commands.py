@@ -218,7 +218,10 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
 
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
     reason = {"reason": "llama-server does not answer.", "cure": "Start llama-server."}
-    for reasons, said in (([], "no model yet: give"), ([reason], "answer. Start llama-server.")):
+    for reasons, said in (
+        ([], "the model that a request names"),
+        ([reason], "answer. Start llama-server."),
+    ):
         told = {"servers": [], "listen": ":8081", "reasons": reasons}
         with pytest.raises(SystemExit):
             RunningProxy("127.0.0.1:1").clients_side(told, None, "none")
