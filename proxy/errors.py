@@ -13,8 +13,9 @@ from ssl import SSLError
 def in_words(error: BaseException) -> str:
     """Return why something failed, without error numbers and the names of exceptions."""
     if isinstance(error, SSLError) and (reason := getattr(error, "reason", None)):
-        told = getattr(error, "verify_message", "") or reason.lower().replace("_", " ")
-        return f"no TLS, {told}"
+        if flaw := getattr(error, "verify_message", ""):
+            return f"{flaw}; start this command with SSL_CERT_FILE=FILE to trust another one"
+        return f"no TLS, {reason.lower().replace('_', ' ')}"
     if not isinstance(error, OSError) or not (error.errno or error.strerror):
         return str(error) or "it broke off"
     is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror | SSLError)

@@ -95,8 +95,7 @@ class DegradationKind(StrEnum):
     UNREACHABLE = "llama-server unreachable"
     """llama-server does not answer. Requests wait up to upstream_wait_seconds.
 
-    Start llama-server, or correct `upstream` (--upstream URL): https:// if llama-server has
-    --ssl-cert-file. If that certificate is your own, start the proxy with SSL_CERT_FILE=FILE.
+    Start llama-server, or correct `upstream` (--upstream URL).
     """
     SILENT = "llama-server is silent", State.DEGRADED
     """llama-server takes connections but has not answered for seconds. Requests to it wait.

@@ -46,9 +46,10 @@ def read_help(program: Sequence[str]) -> str:
             timeout=_HELP_SECONDS,
         )
     except OSError as error:
+        refused = f"{' '.join(program)} cannot be run: command not found, or no program"
         raise SettingsError(
-            f"{' '.join(program) or 'no program'} cannot be run: command not found, or no program. Give"
-            " llama-server's path: llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
+            f"{refused if program else 'no program stands behind `--`'}. Give llama-server's path:"
+            " llama-prefix-cache run -- /path/to/llama-server -m model.gguf"
         ) from error
     except subprocess.TimeoutExpired as error:
         told = f"{program[0]} --help did not answer within {_HELP_SECONDS:.0f} s"

@@ -147,6 +147,7 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("bench", "--report", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
         (("bench", "--report", "/no/such/report.json"), "/no/such does not exist"),
         (("run", "--", "/etc/hostname"), "cannot be run"),
+        (("run", "--", "-m", "model.gguf"), ": no program stands behind `--`. Give"),
         (("run", "--", "/bin/true"), "this is not llama-server"),
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
         (("stats",), "connection refused"),
