@@ -252,9 +252,9 @@ class CheckpointStore(Catalogue):
             if (deletable := sum(v.size_bytes for v in victims)) < n_bytes:
                 raise NoRoom(
                     limit,
-                    f"{n_bytes:,} bytes are missing ({limit}), and only {deletable:,} may be deleted: of"
-                    f" {self.size_bytes:,} stored, {self.pinned_bytes:,} are pinned. The disk has"
-                    f" {free_bytes:,} free",
+                    f"{n_bytes:,} bytes are missing ({limit}), and only {deletable:,} are neither in use"
+                    f" nor pinned: of {self.size_bytes:,} stored, {self.pinned_bytes:,} are pinned. The"
+                    f" disk has {free_bytes:,} free",
                 )
             await self._remove(victims, limit)
         except BaseException as error:

@@ -66,7 +66,7 @@ async def test_reservations_of_concurrent_saves_add_up(tmp_path: Path) -> None:
             await save(store, mark)
         await asyncio.gather(*(store.reserve(claim()) for _ in range(3)))
         assert bytes_in(tmp_path) == SIZE
-        with pytest.raises(NoRoom, match="in use or pinned"):
+        with pytest.raises(NoRoom, match="only 100 are neither in use nor pinned"):
             await store.reserve(claim(2 * SIZE))
         assert len(store) == 1, "what does not suffice is not removed"
 
