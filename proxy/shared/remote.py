@@ -190,9 +190,13 @@ class Remote:
             self.known.discard(checkpoint.id)
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        """Delete a state there, its record first; raises SharedStoreFault."""
-        with self.trying("delete"):
-            await self.bucket.delete(*(self.name(checkpoint, k) for k in (META, STATE, USED)))
+        """Delete a state there, its record first; raises SharedStoreFault.
+
+        One of a tenant that this key does not name stays there: nobody can tell where.
+        """
+        if self.folder(checkpoint.namespace):
+            with self.trying("delete"):
+                await self.bucket.delete(*(self.name(checkpoint, k) for k in (META, STATE, USED)))
         record = self.index.record(objects.index_id(checkpoint.shared_id))
         if record is not None:
             await self.forget(record)

@@ -66,16 +66,19 @@ class Tier:
     async def _keep_looking(self) -> None:
         full_at, remote = -_FULL_LOOK_SECONDS, self.remote
         while True:
-            is_full = time.monotonic() - full_at >= _FULL_LOOK_SECONDS
-            with suppress(CacheFault):  # it was noted
-                await self.downloads.find_out()
-            served = filter(None, map(remote.folder, remote.present().rates_by))
-            folders = list(dict.fromkeys(served))[:_MAX_NAMESPACES]
-            done = [await self.look(folder, is_full=is_full) for folder in folders]
-            if is_full and done and all(done):
-                full_at = time.monotonic()
+            is_full, done = time.monotonic() - full_at >= _FULL_LOOK_SECONDS, [0.0]
+            try:
                 with suppress(CacheFault):  # it was noted
-                    await self._keep_capacity()
+                    await self.downloads.find_out()
+                served = filter(None, map(remote.folder, remote.present().rates_by))
+                folders = list(dict.fromkeys(served))[:_MAX_NAMESPACES]
+                done = [await self.look(folder, is_full=is_full) for folder in folders]
+                if is_full and done and all(done):
+                    full_at = time.monotonic()
+                    with suppress(CacheFault):  # it was noted
+                        await self._keep_capacity()
+            except Exception as error:
+                remote.faults.record("share", error)
             await wait_for(remote.has_failed, _LOOK_SECONDS if done else _UNSERVED_SECONDS)
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -58,8 +58,9 @@ class Downloads:
         """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
         remote = self._remote
         if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
-            known = (c for c in map(remote.index.record, remote.index.ids()) if c and c.namespace)
-            largest = max(islice(known, _N_TRIALS), key=lambda c: c.size_bytes, default=None)
+            known, folder = map(remote.index.record, remote.index.ids()), cache(remote.folder)
+            named = (c for c in known if c and folder(c.namespace))
+            largest = max(islice(named, _N_TRIALS), key=lambda c: c.size_bytes, default=None)
             with remote.trying("fetch"), suppress(Gone):
                 if largest is not None:
                     until = time.monotonic() + _TRIAL_SECONDS

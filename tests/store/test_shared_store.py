@@ -27,12 +27,13 @@ from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
 from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
+from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket, survey
 from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
-from proxy.store.known_models import namespaces_name
+from proxy.store.known_models import namespaces_name, tenants_name
 from proxy.store.offline import read_records
 from proxy.store.store import CheckpointStore
 from tests.lab.buckets import Rclone
@@ -116,6 +117,7 @@ def start(tmp_path: Path) -> Start:
         sealing: Sealing = KEY,
         limits: SharedLimits = NO_LIMITS,
         has_other_model: bool = False,
+        tenant: bytes = b"",
     ) -> AsyncIterator[Machine]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
@@ -124,7 +126,9 @@ def start(tmp_path: Path) -> Start:
             await store.put_value(namespaces_name("static"), known)
             other = [KnownNamespace(OTHER_MODEL, canary, "chatter")]
             await store.put_value(namespaces_name("other"), other)
+            await store.put_value(tenants_name(MODEL), [tenant])
             served = [OURS, THEIRS] if has_other_model else [OURS]
+            served.append(tenant_namespace(MODEL, tenant))
             metrics = Metrics()
             degradations = Degradations(metrics)
             remote = Remote(
@@ -290,6 +294,43 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
         os.utime(halves[0], (long_ago, long_ago))
         Bucket(f"file://{tmp_path / 'shared'}")
         assert [path.exists() for path in halves] == [False, True]
+
+
+@pytest.mark.parametrize("capacity", [0, 1])
+async def test_tenant_that_is_unknown_under_a_new_key_file_holds_up_nothing(
+    start: Start, tmp_path: Path, capacity: int
+) -> None:
+    tenant, tokens, limits = b"t" * 24, run_of(3000), SharedLimits(capacity=capacity)
+    async with start("a", sealing=Sealing(), tenant=tenant) as a:
+        await a.tier.remote.note_tenant(tenant, b"u" * 24)
+        before = await a.save(run_of(9000), namespace=tenant_namespace(MODEL, tenant))
+    async with start("b") as b, start("a", limits=limits, tenant=tenant) as a:
+        await b.save(tokens)
+        assert await a.find(tokens)
+        await a.tier.downloads.find_out()
+        assert not a.degradations.kinds and await a.fetch(tokens)
+        await a.store.remove(before, Removal.OPERATOR)
+        newer = await a.save(branch(2000, 4000))
+        await a.store.remove(newer, Removal.OPERATOR)
+        await until(
+            lambda: not [p for p in objects_in(tmp_path / "shared") if newer.shared_id in p.name]
+        )
+
+
+async def test_fault_that_nobody_foresaw_does_not_end_the_listing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unforeseen, tokens = iter((TypeError("unforeseen"),)), run_of(3000)
+
+    async def find_out(_: object) -> None:
+        for error in unforeseen:
+            raise error
+
+    monkeypatch.setattr(transfers.Downloads, "find_out", find_out)
+    monkeypatch.setattr(shared_tier, "_LOOK_SECONDS", 0.01)
+    async with start("a") as a, start("b") as b:
+        await b.save(tokens)
+        await until(lambda: bool(list(a.tier.remote.find(OURS, tokens))))
 
 
 async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None:
