@@ -9,7 +9,7 @@ is made again from its beginning under a new name.
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -26,7 +26,7 @@ from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written
 from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_for, spared_per_byte
-from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
+from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, StoreFault, in_words
 from proxy.llama.files import read_state_file
 from proxy.shared import objects
 from proxy.shared.bucket import READ_BYTES, Gone
@@ -181,6 +181,14 @@ def _write(file: BinaryIO, pieces: Iterable[bytes], most_bytes: int) -> None:
             raise StateFileMalformed("it is longer than its record says")
 
 
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the pieces of a state; raises StoreFault, which no bucket raises."""
+    try:
+        yield from iter(partial(file.read, READ_BYTES), b"")
+    except OSError as error:
+        raise StoreFault(in_words(error)) from error
+
+
 class Uploads:
     """Uploads what is worth it, within limits."""
 
@@ -286,11 +294,11 @@ class Uploads:
         try:
             # Its removal meanwhile does no harm: an open file stays.
             with self._store.files.path(checkpoint.file_name).open("rb") as file:
-                sealed = remote.sealing.seal(name, iter(partial(file.read, READ_BYTES), b""))
+                sealed = remote.sealing.seal(name, _read(file))
                 pace = self._limits.upload_bytes_per_second or inf
                 await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
-        except OSError as error:
-            self._remote.log.info("a state is not there to be uploaded", why=in_words(error))
+        except (OSError, StoreFault) as error:  # the fault is not the bucket's
+            remote.log.info("a state cannot be read to be uploaded", why=in_words(error))
             return
         remote.metrics.shared_bytes.labels("up").inc(checkpoint.size_bytes)
         claim = Claim(checkpoint.size_bytes, remote.present())

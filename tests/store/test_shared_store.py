@@ -729,6 +729,24 @@ async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
         assert await b.find(tokens) and await b.fetch(tokens)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
+@pytest.mark.parametrize("part_bytes", [8 << 20, 1 << 10], ids=["whole", "in parts"])
+async def test_state_that_cannot_be_read_holds_up_no_other_upload(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(shared_bucket, "_PART_BYTES", part_bytes)
+    async with start("a", S3) as a:
+        link.harm(Fault.DOWN)
+        unreadable = a.store.files.path((await a.commit(run_of(9000))).file_name)
+        unreadable.unlink()
+        unreadable.symlink_to("/proc/self/mem")
+        await a.commit(branch(2000, 3000))
+        link.heal()
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await a.tier.uploads.drain(SECOND)
+        assert not a.degradations.kinds
+
+
 async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_path: Path) -> None:
     tokens, shared, away = run_of(3000), tmp_path / "shared", tmp_path / "away"
     async with start("a") as a, start("b") as b:
