@@ -129,6 +129,9 @@ MAX_COMPARED = 512
 _N_SORTED = 32
 _N_RELATIVES = 32
 """The loss without a checkpoint is found from this many others: those that share most tokens with it."""
+UNREAD_SECONDS = 600.0
+"""For so long a checkpoint whose file could not be read is not used: a failing disk may take a minute to
+say so, and one that was away comes back."""
 _N_DEVALUED = 16
 """How many checkpoints that new ones may have devalued are compared at the next eviction."""
 
@@ -159,6 +162,8 @@ class Catalogue:
         self._going: dict[CheckpointId, Checkpoint] = {}
         self._in_use: Counter[CheckpointId] = Counter()
         self._quarantined: set[CheckpointId] = set()
+        self._unread_until: dict[CheckpointId, float] = {}
+        """When checkpoints whose files could not be read are used again."""
         for checkpoint_id, summary in index.summaries():
             self._n += 1
             self.size_bytes += summary.size_bytes
@@ -277,7 +282,7 @@ class Catalogue:
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
         """Note that a checkpoint, taken out before, is no longer on the disk."""
-        for known in (self._going, self._changed, self._asked):
+        for known in (self._going, self._changed, self._asked, self._unread_until):
             known.pop(checkpoint_id, None)
         self._quarantined.discard(checkpoint_id)
 
@@ -308,7 +313,7 @@ class Catalogue:
                     Candidate(checkpoint, n_common, self.is_warm(checkpoint))
                     for i, n_common in self.index.common_prefixes(some, wanted, n_most)
                     if (checkpoint := self.get(i)) and checkpoint.namespace == namespace
-                    if i not in self._quarantined
+                    if not self._is_out_of_use(i)
                 ]
                 yield from sorted(found, key=lambda c: -c.n_common)
 
@@ -333,8 +338,18 @@ class Catalogue:
         self._quarantined.add(checkpoint.id)
         self.version += 1
 
+    def note_unreadable(self, checkpoint: Checkpoint) -> None:
+        """Do not use a checkpoint for a while; unlike in quarantine, eviction does not take it first."""
+        self._unread_until[checkpoint.id] = time.monotonic() + UNREAD_SECONDS
+        self.version += 1
+
     def is_quarantined(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.id in self._quarantined
+        """Return whether a checkpoint is not to be used, in quarantine or because it could not be read."""
+        return self._is_out_of_use(checkpoint.id)
+
+    def _is_out_of_use(self, checkpoint_id: CheckpointId) -> bool:
+        is_unread = self._unread_until.get(checkpoint_id, 0.0) > time.monotonic()
+        return is_unread or checkpoint_id in self._quarantined
 
     def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
         """Note that a request has this prompt: the tokens that it shares with checkpoints are in use."""

@@ -173,14 +173,14 @@ class CheckpointStore(Catalogue):
         return self._verifying[checkpoint.id]
 
     async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
-        """Verify a file; on any fault, quarantine or remove its checkpoint."""
+        """Verify a file; on any fault, do not use its checkpoint for a while, or remove it."""
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
         except StateDamaged:
             await self._remove_damaged(checkpoint)
             raise
         except OSError as error:
-            self.quarantine(checkpoint)
+            self.note_unreadable(checkpoint)
             with suppress(StoreFault):
                 if isinstance(error, FileNotFoundError):
                     await self.remove(checkpoint, Removal.BROKEN)

@@ -401,6 +401,28 @@ async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
     assert names_in(store.files.directory) == {checkpoint.file_name}
 
 
+async def test_file_that_could_not_be_read_is_used_again_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network disk that was away, or in a process that had no file descriptor left."""
+
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with opened(tmp_path, 1000) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(100)))
+        other = await store.commit(*new_state(store, run_of(100, 900), last_used_at=1.0))
+        os.utime(store.files.path(checkpoint.file_name))
+        with monkeypatch.context() as away:
+            away.setattr(StateFiles, "n_changed", fail)
+            with pytest.raises(StoreFault, match="Input/output error"):
+                await use(store, checkpoint)
+        assert store.victims(100, Present(time.time())) == [other]
+        monkeypatch.setattr(time, "monotonic", lambda: store._unread_until[checkpoint.id])
+        assert [c.checkpoint.id for c in found(store, run_of(100))] == [checkpoint.id]
+        await use(store, checkpoint)
+
+
 async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointStore) -> None:
     damaged: list[tuple[Checkpoint, list[Checkpoint]]] = []
     store.on_damage = lambda checkpoint, stemming: damaged.append((checkpoint, stemming))
