@@ -29,8 +29,8 @@ class Route(StrEnum):
 CONVERSATIONS = (Route.CHAT, Route.MESSAGES, Route.RESPONSES)
 """The routes whose bodies hold a conversation."""
 SYSTEM_ROLES = ("system", "developer")
-REMINDER_TAG = "<system-reminder>"
-"""Agents write such a tag in front of the text that they add to the user's."""
+REMINDER_TAG, _REMINDER_END = "<system-reminder>", "</system-reminder>"
+"""Agents write such tags around the text that they add to the user's."""
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 
 
@@ -78,11 +78,13 @@ def n_leading_system(messages: list[Any]) -> int:
 
 def without_reminders(text: str) -> str:
     """Return a user's text without the reminders that agents added to it."""
-    return _REMINDER.sub("", text).strip()
+    # Behind the last end every tag would be a search to the end of the text.
+    head, end, rest = text.rpartition(_REMINDER_END)
+    return (_REMINDER.sub("", head + end) + rest).strip()
 
 
 def has_reminder(text: str) -> bool:
-    return _REMINDER.search(text) is not None
+    return _REMINDER_END in text.partition(REMINDER_TAG)[2]
 
 
 DIGEST_BYTES = 8

@@ -159,6 +159,8 @@ def _state(entry: Mapping[str, Any]) -> str:
 
 
 _UPSTREAM = "/upstream/"
+_MOST_PARTS = 64
+"""Of a model's name; a path may have thousands."""
 _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
@@ -222,7 +224,7 @@ class Swap(ModelHost):
             return asked, path[2:] if path.startswith("/v/") else path
         # A model's name may have slashes: the longest beginning that is a model's name is taken.
         parts = path.removeprefix(_UPSTREAM).split("/")
-        names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+        names = ["/".join(parts[:n]) for n in range(min(len(parts), _MOST_PARTS), 0, -1)]
         # Else the shortest name that is followed by a path that the proxy treats specially: no such path
         # may stay hidden.
         unknown = (name for name in reversed(names) if is_known(_behind(path, name)))

@@ -34,7 +34,7 @@ from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 
 _ROUTES = {
-    Route.CHAT: "/v1/chat/completions /chat/completions",
+    Route.CHAT: "/v1/chat/completions /chat/completions /api/chat",  # the last not in every build
     Route.COMPLETION: "/v1/completions /completion /completions",
     Route.MESSAGES: "/v1/messages",
     Route.RESPONSES: "/v1/responses /responses",

@@ -28,6 +28,7 @@ PATHS = {
     "/completions": Shape.NATIVE,
     "/v1/completions": Shape.OPENAI_TEXT,
     "/chat/completions": Shape.CHAT,
+    "/api/chat": Shape.CHAT,
     "/v1/chat/completions": Shape.CHAT,
     "/v1/messages": Shape.ANTHROPIC,
 }

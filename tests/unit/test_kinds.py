@@ -1,10 +1,20 @@
 """What a request is to its conversation, told by the messages of those before it."""
 
+import time
 from typing import Any
 
 import pytest
 
-from proxy.core.messages import Chat, Conversation, Kind, chat_asked, kind_of
+from proxy.core.messages import (
+    REMINDER_TAG,
+    Chat,
+    Conversation,
+    Kind,
+    chat_asked,
+    has_reminder,
+    kind_of,
+    without_reminders,
+)
 
 ASKER = (b"key", "session")
 NOBODY = (b"key", "")
@@ -81,3 +91,26 @@ def test_without_tools_one_session_may_have_many_conversations() -> None:
 def test_nothing_is_known_of_a_request_before_the_first() -> None:
     assert kind_of(turn(MAIN), []) is Kind.FIRST
     assert kind_of(turn("S"), [turn("S")]) is Kind.FIRST
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [
+        (" Go on ", "Go on"),
+        ("<system-reminder>a\nb</system-reminder>\nGo on", "Go on"),
+        ("Go<system-reminder></system-reminder><system-reminder>c</system-reminder> on", "Go on"),
+        ("Go<system-reminder>a<system-reminder>b</system-reminder> on", "Go on"),
+        ("</system-reminder>Go <system-reminder>", "</system-reminder>Go <system-reminder>"),
+        ("<system-reminder>a</system-reminder>Go</system-reminder>", "Go</system-reminder>"),
+        ("<system-reminder>a</system-reminder>Go <system-reminder>", "Go <system-reminder>"),
+    ],
+)
+def test_own_text_is_that_without_whole_reminders(text: str, own: str) -> None:
+    assert (without_reminders(text), has_reminder(text)) == (own, text.strip() != own)
+
+
+def test_reminders_that_do_not_end_are_looked_through_at_once() -> None:
+    """As in code or logs of agents: a megabyte took minutes, in which nothing else was served."""
+    text, began = REMINDER_TAG * 20_000, time.thread_time()
+    assert without_reminders(text) == text and not has_reminder(text)
+    assert time.thread_time() - began < 1

@@ -16,6 +16,7 @@ from proxy.llama.requests import (
     [
         ("/v1/chat/completions", Route.CHAT),
         ("/chat/completions", Route.CHAT),
+        ("/api/chat", Route.CHAT),
         ("/v1/completions", Route.COMPLETION),
         ("/completion", Route.COMPLETION),
         ("/completions", Route.COMPLETION),

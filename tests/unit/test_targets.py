@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +82,13 @@ def test_path_of_llama_swap_names_a_model(path: str, found: tuple[str, str]) -> 
 def test_longest_name_in_a_path_counts() -> None:
     path = "/upstream/author/model/v1/messages"
     assert Swap.split_path(path, "", MODELS) == ("author/model", "/v1/messages")
+
+
+def test_path_of_thousands_of_parts_is_read_at_once() -> None:
+    """It took six seconds, in which nothing else was served."""
+    began = time.thread_time()
+    assert Swap.split_path("/upstream/" + "a/" * 16_000, "", MODELS)[0] == "a"
+    assert time.thread_time() - began < 1
 
 
 def test_path_of_a_router_names_no_model() -> None:
