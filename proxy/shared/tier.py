@@ -176,11 +176,15 @@ class Tier:
             if record is not None and remote.folder(record.namespace) == folder:
                 await remote.forget(record)
             await asyncio.sleep(0)
-        for shared_id, (kinds, _, at) in found.items():
-            if META not in kinds and now - at > ORPHAN_SECONDS:
-                names = [objects.name_of(folder, shared_id, kind) for kind in kinds.split()]
-                with remote.trying("delete"):
-                    await remote.bucket.delete(*names)
+        orphans = [
+            objects.name_of(folder, shared_id, kind)
+            for shared_id, (kinds, _, at) in found.items()
+            if META not in kinds and now - at > ORPHAN_SECONDS
+            for kind in kinds.split()
+        ]
+        if orphans:
+            with suppress(CacheFault), remote.trying("delete"):  # it was noted
+                await remote.bucket.delete(*orphans)
 
     async def _keep_capacity(self) -> None:
         """Delete own states if those of all models and writers are too many; raises CacheFault."""

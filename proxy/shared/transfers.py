@@ -168,8 +168,8 @@ class Downloads:
         return False
 
     async def _touch(self, checkpoint: Checkpoint) -> None:
-        """Let the writer of a state know that somebody has read it."""
-        with suppress(CacheFault), self._remote.trying("upload"):
+        """Let the writer of a state know that somebody has read it; nobody tries it again."""
+        with suppress(CacheFault):
             await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
 
 

@@ -296,6 +296,26 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
         assert [path.exists() for path in halves] == [False, True]
 
 
+async def test_listing_is_whole_where_nothing_may_be_deleted(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else everything would be listed every ten seconds."""
+
+    async def fail(*_: object) -> None:
+        raise SharedStoreFault("access denied")
+
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        half = state.with_name("0" * 12 + state.name[12:])
+        half.write_bytes(b"half an upload")
+        os.utime(half, (0, 0))
+        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        assert await a.find(run_of(3000), is_full=True) and half.exists() and meta.exists()
+        assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        assert await a.tier.look(a.tier.remote.folder(OURS), is_full=True) > 0
+
+
 @pytest.mark.parametrize("capacity", [0, 1])
 async def test_tenant_that_is_unknown_under_a_new_key_file_holds_up_nothing(
     start: Start, tmp_path: Path, capacity: int
@@ -727,6 +747,26 @@ async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
         link.heal()
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         assert await b.find(tokens) and await b.fetch(tokens)
+
+
+async def test_marker_that_cannot_be_written_is_no_failing_upload(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would try it again: /health would tell of it, and a stop would wait for no upload."""
+    tokens, is_asked = run_of(3000), asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        is_asked.set()
+        raise SharedStoreFault("it does not answer")
+
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        monkeypatch.setattr(b.tier.remote.bucket, "write", fail)
+        assert await b.fetch(tokens)
+        await is_asked.wait()
+        await asyncio.sleep(0)
+        assert not b.degradations.kinds and not b.tier.remote.is_failing("upload")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
