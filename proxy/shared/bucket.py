@@ -124,6 +124,7 @@ class Bucket:
         *stall_seconds*.
         """
         with self._translated():
+            await _within(first_seconds, self._directory_is_there())  # else all would be gone
             reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
             yield b""
             stream = reply.stream(min_chunk_size=least_bytes)

@@ -802,6 +802,19 @@ async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_pa
         assert await b.find(tokens)
 
 
+async def test_state_in_a_directory_that_is_unmounted_is_not_gone(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens, shared, away = run_of(3000), tmp_path / "shared", tmp_path / "away"
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        shared.rename(away)
+        assert await b.fetch(tokens) is None and b.fetches("failed") == 1
+        away.rename(shared)
+        assert await b.fetch(tokens)
+
+
 async def test_directory_that_hangs_keeps_one_thread(tmp_path: Path, monkeypatch: Any) -> None:
     """Else it would soon have all those that states are read and checked on."""
     bucket, back = Bucket(f"file://{tmp_path}"), threading.Event()
