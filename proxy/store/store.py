@@ -182,7 +182,7 @@ class CheckpointStore(Catalogue):
         except OSError as error:
             self.note_unreadable(checkpoint)
             with suppress(StoreFault):
-                if isinstance(error, FileNotFoundError):
+                if isinstance(error, FileNotFoundError) and self.files.directory.is_dir():
                     await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
         self.note_verified(checkpoint)

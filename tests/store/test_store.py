@@ -423,6 +423,22 @@ async def test_file_that_could_not_be_read_is_used_again_once_it_can(
         await use(store, checkpoint)
 
 
+async def test_state_in_a_directory_that_is_away_is_not_removed(tmp_path: Path) -> None:
+    """Its file would be removed at the next start, once the directory is back."""
+    directory, away = tmp_path / "states", tmp_path / "away"
+    directory.mkdir()
+    with opened(directory) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
+    with opened(directory) as store:
+        await store.put_value("written", True)
+        directory.rename(away)
+        with pytest.raises(StoreFault, match="No such file"):
+            await store.verify(checkpoint)
+        away.rename(directory)
+    with opened(directory) as store:
+        await use(store, checkpoint)
+
+
 async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointStore) -> None:
     damaged: list[tuple[Checkpoint, list[Checkpoint]]] = []
     store.on_damage = lambda checkpoint, stemming: damaged.append((checkpoint, stemming))
