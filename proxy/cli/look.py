@@ -20,20 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from proxy.app import open_bucket
-from proxy.cli.command import (
-    Exit,
-    RunningProxy,
-    age_in_words,
-    answer,
-    checkpoints_in_words,
-    fail,
-    json_option,
-    proxy_of,
-    setting_options,
-    settings_of,
-    table_of,
-    with_proxy,
-)
+from proxy.cli import command
 from proxy.core.messages import Kind
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
@@ -48,8 +35,8 @@ from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
 
 @click.command()
-@with_proxy
-def stats(proxy: RunningProxy) -> None:
+@command.with_proxy
+def stats(proxy: command.RunningProxy) -> None:
     """Say how the proxy is doing, and how much it has reused today.
 
     \b
@@ -61,7 +48,7 @@ def stats(proxy: RunningProxy) -> None:
     """
     overview = proxy.told()
     try:
-        answer(overview, table_of(stats_rows(overview)))
+        command.answer(overview, command.table_of(stats_rows(overview)))
     except KeyError:
         proxy.fail_foreign()
 
@@ -73,7 +60,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for why in overview["reasons"]:
         yield "", f"{why['reason']} {why['cure']}"
     if store := overview["store"]:
-        stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
+        stored = command.checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
         yield "stored", f"{stored} of {size_in_words(store['max_bytes'])}"
     for server in overview["servers"]:
         states = Counter(slot["state"] for slot in server["slots"])
@@ -102,7 +89,7 @@ def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, 
     newest = {request["conversation"]: request for request in asked}
     last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
     for request in last:
-        used = age_in_words(time.time() - request["at"])
+        used = command.age_in_words(time.time() - request["at"])
         share = f"{(request['confirmed'] or 0) / max(1, request['n_prompt'] or 0):.0%} reused"
         yield "conversation", f"{named_in_words(request)}: {share}, {used}"
 
@@ -205,8 +192,8 @@ def _visible(text: str) -> str:
 
 @click.command()
 @click.argument("request_id", default="last", metavar="[REQUEST_ID|last|miss]")
-@with_proxy
-def explain(proxy: RunningProxy, request_id: str) -> None:
+@command.with_proxy
+def explain(proxy: command.RunningProxy, request_id: str) -> None:
     """Say what a request reused, why not more, and what helps.
 
     REQUEST_ID is the id of its log line; without one it is the last request, and with `miss` the last one
@@ -221,15 +208,15 @@ def explain(proxy: RunningProxy, request_id: str) -> None:
       llama-prefix-cache explain last --admin 192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
-    answer(explanation, explanation_text(explanation))
+    command.answer(explanation, explanation_text(explanation))
 
 
 # `llama-prefix-cache config`: the settings in force, and the source of each.
 
 
 @click.command("config")
-@setting_options()
-@json_option
+@command.setting_options()
+@command.json_option
 def config_(config: Path | None, **flags: Any) -> None:
     """Print the settings in force, and where each value comes from.
 
@@ -240,7 +227,7 @@ def config_(config: Path | None, **flags: Any) -> None:
     Flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the file, which beats the defaults. A
     proxy that runs has read them at its start. Keys are not printed.
     """
-    settings = settings_of(flags, config, "any")
+    settings = command.settings_of(flags, config, "any")
     sources = read_sources(flags, os.environ, config)
     origins = {"slot_save_path": "default of run and doctor"}  # serve needs one
     origins |= {name: source for source, values in sources.items() for name in values}
@@ -250,7 +237,7 @@ def config_(config: Path | None, **flags: Any) -> None:
         is_hidden = name.endswith("_key") and value != "null"
         rows.append((name, "(not shown)" if is_hidden else value, origins.get(name, "default")))
     content = {name: {"value": value, "from": origin} for name, value, origin in rows}
-    answer(content, table_of(rows))
+    command.answer(content, command.table_of(rows))
 
 
 # `llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it.
@@ -264,7 +251,7 @@ _SHOWN = {
 
 
 @click.command()
-@setting_options(
+@command.setting_options(
     *("upstream", "slot_save_path", "upstream_api_key", "admin", "admin_token_file"),
     *("max_store_bytes", "shared_store"),
 )
@@ -272,7 +259,7 @@ _SHOWN = {
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
 )
 @click.option("--shared", "is_shared", is_flag=True, help="Say who shares what by shared_store.")
-@json_option
+@command.json_option
 def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any) -> None:
     """Say whether caching will work here, how well, and what mends it.
 
@@ -287,12 +274,12 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
     only the model of --model, which is loaded if necessary: the host may unload another model for it.
     Exit status: 0 caching will work, 1 it will work with limits, 2 it will not work.
     """
-    settings = settings_of(flags, config, "known")
+    settings = command.settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
     if is_shared:
         return _tell_shares(settings)
     setup = _until_interrupted(examine(settings, model=model or ""))
-    answer(json_report(setup), report(setup))
+    command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
 
 
@@ -300,23 +287,24 @@ def _tell_shares(settings: Settings) -> None:
     """Print the states of each host in the shared store, and why some hosts do not share."""
     from proxy.shared.bucket import survey
 
-    if not settings.shared_store and (proxy := proxy_of(settings)).is_there():
+    if not settings.shared_store and (proxy := command.proxy_of(settings)).is_there():
         told = proxy.told().get("shared_store", "")
         settings = msgspec.structs.replace(settings, shared_store=told)
     is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
-    shares = asyncio.run(survey(*(open_bucket(settings, only_looks=True) or fail(is_unset))))
+    bucket = open_bucket(settings, only_looks=True) or command.fail(is_unset)
+    shares = asyncio.run(survey(*bucket))
     now = time.time()
     rows = [
         (
             f"{share.host or '?'} ({share.writer})",
             share.model or "sealed with another key",
-            checkpoints_in_words(share.n_states, share.size_bytes),
-            age_in_words(now - share.newest_at),
+            command.checkpoints_in_words(share.n_states, share.size_bytes),
+            command.age_in_words(now - share.newest_at),
             "; ".join(f"not shared with {why}" for why in share.apart),
         )
         for share in shares
     ]
-    answer(shares, table_of(rows) if rows else "nothing is in the shared store")
+    command.answer(shares, command.table_of(rows) if rows else "nothing is in the shared store")
 
 
 def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
@@ -332,7 +320,7 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
     try:
         return asyncio.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
+        command.fail("interrupted; the probes are cleaned up", command.Exit.CUT_SHORT)
 
 
 def report(setup: Setup) -> Group:
@@ -346,7 +334,7 @@ def report(setup: Setup) -> Group:
         lines.append(Text())
         if has_headings:
             lines.append(Text(about or "all", style="bold underline"))
-        lines.append(table_of(_row(finding, n_columns) for finding in group))
+        lines.append(command.table_of(_row(finding, n_columns) for finding in group))
     return Group(*lines)
 
 

@@ -16,16 +16,7 @@ import msgspec
 import uvloop
 
 from proxy.app import Running, run_proxy
-from proxy.cli.command import (
-    Exit,
-    RunningProxy,
-    answer,
-    fail,
-    progress,
-    setting_options,
-    settings_of,
-    with_proxy,
-)
+from proxy.cli import command
 from proxy.core.launch import (
     Launch,
     keep_slots_apart,
@@ -61,7 +52,7 @@ _MOST_FILES = 10240
 
 
 @click.command()
-@setting_options()
+@command.setting_options()
 def serve(config: Path | None, **flags: Any) -> None:
     """Serve in front of a llama-server that runs already.
 
@@ -69,7 +60,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     llama-server -m model.gguf -c 65536 -np 1 --cache-ram 0 --slot-save-path ~/slots --port 8080
     llama-prefix-cache serve --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
     """
-    _serve(settings_of(flags, config))
+    _serve(command.settings_of(flags, config))
 
 
 RunServer = Callable[[process.IsReady, str], Coroutine[Any, Any, str]]
@@ -88,10 +79,10 @@ def _serve(
             if isinstance(error, OSError) and error.filename == address:
                 error.filename = None
                 why = process.port_refusal(*split_address(address), error)
-                fail(f"cannot {why}: give another {flag}", Exit.UNAVAILABLE)
-        fail(error, Exit.UNAVAILABLE)
+                command.fail(f"cannot {why}: give another {flag}", command.Exit.UNAVAILABLE)
+        command.fail(error, command.Exit.UNAVAILABLE)
     except asyncio.CancelledError:
-        fail("stopped early: a request or a save was cut short", Exit.CUT_SHORT)
+        command.fail("stopped early: a request or a save was cut short", command.Exit.CUT_SHORT)
 
 
 def allow_files() -> None:
@@ -185,10 +176,10 @@ _ONLY_TELL = {"-h", "--help", "--usage", "--version", "--list-devices"}
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(*(name for name in NAMES if name != "upstream"))
+@command.setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
-def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND")
+def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any) -> None:
     """Start llama-server and serve in front of it.
 
     \b
@@ -214,18 +205,18 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     short.
     """
     try:
-        program, arguments = process.split_command(command)
+        program, arguments = process.split_command(words)
         merged = merge_settings(flags, os.environ, config)
         launch = _plan(program, arguments, merged)
         if _ONLY_TELL & {*arguments}:
-            sys.exit(subprocess.call(command))
+            sys.exit(subprocess.call(words))
         if launch.conflicts:
             told = ["llama-server cannot be run like this:", *launch.conflicts]
-            fail("\n  ".join(told), Exit.USAGE)
+            command.fail("\n  ".join(told), command.Exit.USAGE)
         settings = _settings(merged, launch)
         process.free_port(launch.host, launch.port)
     except OSError as error:
-        fail(error, Exit.UNAVAILABLE)
+        command.fail(error, command.Exit.UNAVAILABLE)
 
     async def run_server(is_ready: process.IsReady, says_ready: str) -> str:
         _tell(launch, is_upstream_given="upstream" in merged)
@@ -241,7 +232,8 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     if end := _serve(settings, run_server, launch):
         path = launch.model_path
         is_missing = path and not Path(path).exists()
-        fail(f"there is no model file {path}" if is_missing else end, Exit.LLAMA_SERVER_DIED)
+        why = f"there is no model file {path}" if is_missing else end
+        command.fail(why, command.Exit.LLAMA_SERVER_DIED)
 
 
 def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
@@ -331,9 +323,9 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
 @click.option("--path", help="API of the body, such as /v1/messages. [found from its fields]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", help="Its users' key: each has its own states.")
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
-@with_proxy
+@command.with_proxy
 def warm(
-    proxy: RunningProxy,
+    proxy: command.RunningProxy,
     file: Any,
     request_id: str | None,
     whole: bool,
@@ -367,12 +359,12 @@ def warm(
     headers = {"X-Api-Key": api_key} if api_key else {}
     body = for_model(file.read(), model) if file else b""
     last: dict[str, Any] = {}
-    with progress("evaluating", None) as update:
+    with command.progress("evaluating", None) as update:
         for last in proxy.lines("/warm", query=query, body=body, headers=headers):
             if "n_done" in last:
                 update(completed=last["n_done"], total=last["n_tokens"])
     if "warmed" not in last:
-        fail(last.get("error", "the proxy went away"))
+        command.fail(last.get("error", "the proxy went away"))
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
@@ -380,7 +372,7 @@ def warm(
     took = f"evaluated in {seconds_in_words(warmed['seconds'])}"
     how = "stored already" if warmed["was_kept"] else took
     stays = "and pinned" if pin else "kept until the room is needed; --pin keeps them for good"
-    answer(
+    command.answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens: {how}, {stays} "
         f"({warmed['id'][:8]}, {size_in_words(warmed['size_bytes'])})",

@@ -13,21 +13,7 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.command import (
-    Exit,
-    Store,
-    age_in_words,
-    agree,
-    answer,
-    checkpoints_in_words,
-    fail,
-    file_option,
-    progress,
-    table_of,
-    with_directory,
-    with_store,
-    yes_option,
-)
+from proxy.cli import command
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
 from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, path_to
@@ -50,8 +36,8 @@ Checkpoints = Sequence[ListedCheckpoint]
 @click.command()
 @click.argument("name", required=False, metavar="[ID]")
 @click.option("--all", "shows_all", is_flag=True, help=f"Show more than {_N_SHOWN} of a kind.")
-@with_store
-def ls(store: Store, name: str | None, shows_all: bool) -> None:
+@command.with_store
+def ls(store: command.Store, name: str | None, shows_all: bool) -> None:
     """List the checkpoints as a tree.
 
     \b
@@ -70,7 +56,7 @@ def ls(store: Store, name: str | None, shows_all: bool) -> None:
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)
     _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
-    answer({"checkpoints": checkpoints}, Group(Text(_sum(checkpoints), style="bold"), tree))
+    command.answer({"checkpoints": checkpoints}, Group(Text(_sum(checkpoints), style="bold"), tree))
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
@@ -89,7 +75,7 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
     for node_id, group in ordered[:n_shown]:
         node = tree  # checkpoints that sessions share are under the header itself
         if node_id:
-            used = age_in_words(time.time() - max(c.last_used_at for c in group))
+            used = command.age_in_words(time.time() - max(c.last_used_at for c in group))
             facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
             title = _title(level, group)
             title += "," if level else ""
@@ -119,7 +105,7 @@ def _leaf(checkpoint: ListedCheckpoint) -> Text:
     """Return a checkpoint in one line that fits into 80 columns in the tree; --json has all of it."""
     kind = "" if checkpoint.kind == "conversation" else f" {checkpoint.kind}"
     size, used = size_in_words(checkpoint.size_bytes), time.time() - checkpoint.last_used_at
-    facts = [f"{kind} {checkpoint.n_tokens:,} tokens {size}", age_in_words(used)]
+    facts = [f"{kind} {checkpoint.n_tokens:,} tokens {size}", command.age_in_words(used)]
     if checkpoint.is_pinned:
         facts.append("pinned")
     elif checkpoint.value_seconds is not None:
@@ -130,7 +116,7 @@ def _leaf(checkpoint: ListedCheckpoint) -> Text:
 
 
 def _sum(checkpoints: Checkpoints) -> str:
-    return checkpoints_in_words(len(checkpoints), sum(c.size_bytes for c in checkpoints))
+    return command.checkpoints_in_words(len(checkpoints), sum(c.size_bytes for c in checkpoints))
 
 
 # `llama-prefix-cache pin` and `unpin`: keep checkpoints whatever the budget says.
@@ -141,8 +127,8 @@ names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...
 
 @click.command()
 @names_argument
-@with_store
-def pin(store: Store, names: tuple[str, ...]) -> None:
+@command.with_store
+def pin(store: command.Store, names: tuple[str, ...]) -> None:
     """Keep checkpoints whatever the budget says.
 
     \b
@@ -157,8 +143,8 @@ def pin(store: Store, names: tuple[str, ...]) -> None:
 
 @click.command()
 @names_argument
-@with_store
-def unpin(store: Store, names: tuple[str, ...]) -> None:
+@command.with_store
+def unpin(store: command.Store, names: tuple[str, ...]) -> None:
     """Leave checkpoints to the budget again.
 
     \b
@@ -167,14 +153,14 @@ def unpin(store: Store, names: tuple[str, ...]) -> None:
     _set_pinned(store, names, is_pinned=False)
 
 
-def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool) -> None:
+def _set_pinned(store: command.Store, names: Sequence[str], *, is_pinned: bool) -> None:
     found = all_named(store, names)
     changed = [checkpoint.id for checkpoint in found if checkpoint.is_pinned != is_pinned]
     for checkpoint_id in changed:
         store.pin(checkpoint_id, is_pinned=is_pinned)
     pinned = [checkpoint for checkpoint in store.checkpoints() if checkpoint.is_pinned]
     n_bytes, verb = sum(c.size_bytes for c in pinned), "pinned" if is_pinned else "unpinned"
-    answer(
+    command.answer(
         {"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes},
         f"{verb} {len(changed)} (of {len(found)} named); pinned in all: {_sum(pinned)}",
     )
@@ -196,10 +182,10 @@ _pinned_option = click.option("--pinned", is_flag=True, help="Pinned checkpoints
 
 @click.command()
 @names_argument
-@yes_option
+@command.yes_option
 @_pinned_option
-@with_store
-def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
+@command.with_store
+def rm(store: command.Store, names: tuple[str, ...], pinned: bool) -> None:
     """Delete checkpoints by their ids.
 
     \b
@@ -212,7 +198,7 @@ def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
     deleted = _delete(store, all_named(store, names), with_pinned=pinned)
     _tell_deleted(deleted)
     if deleted.n_pinned or deleted.n_in_use:
-        sys.exit(Exit.FAILED)
+        sys.exit(command.Exit.FAILED)
 
 
 @click.command()
@@ -220,11 +206,11 @@ def rm(store: Store, names: tuple[str, ...], pinned: bool) -> None:
 @click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused for AGE.")
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@yes_option
+@command.yes_option
 @_pinned_option
-@with_store
+@command.with_store
 def purge(
-    store: Store,
+    store: command.Store,
     namespace: str | None,
     unused_for: int,
     everything: bool,
@@ -242,7 +228,7 @@ def purge(
     they hold: to erase a text, restart llama-server as well.
     """
     if everything == bool(namespace or unused_for):
-        fail("give --namespace and/or --unused-for, or --everything", Exit.USAGE)
+        command.fail("give --namespace and/or --unused-for, or --everything", command.Exit.USAGE)
     unused_since = time.time() - unused_for
     chosen = all_named(store, [namespace]) if namespace else store.checkpoints()
     chosen = [checkpoint for checkpoint in chosen if checkpoint.last_used_at <= unused_since]
@@ -250,7 +236,7 @@ def purge(
 
 
 def _delete(
-    store: Store, chosen: Checkpoints, *, with_pinned: bool, is_dry_run: bool = False
+    store: command.Store, chosen: Checkpoints, *, with_pinned: bool, is_dry_run: bool = False
 ) -> Deleted:
     """Delete checkpoints, pinned ones only if *with_pinned*; ask first if there are several."""
     going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
@@ -260,7 +246,7 @@ def _delete(
         return Deleted(len(going), n_bytes, n_pinned, is_dry_run=True)
     if len(going) > 1:
         stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
-        agree(f"Delete {_sum(going)}{stay}?")
+        command.agree(f"Delete {_sum(going)}{stay}?")
     replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
     return Deleted(
         sum(reply.n_deleted for reply in replies),
@@ -272,12 +258,12 @@ def _delete(
 
 def _tell_deleted(deleted: Deleted) -> None:
     verb = "would delete" if deleted.is_dry_run else "deleted"
-    words = [f"{verb} {checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
+    words = [f"{verb} {command.checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
         words.append(f"pinned ones stay: {deleted.n_pinned} (--pinned deletes them too)")
     if deleted.n_in_use:
         words.append(f"in use, try again: {deleted.n_in_use}")
-    answer(deleted, "; ".join(words))
+    command.answer(deleted, "; ".join(words))
 
 
 # `llama-prefix-cache check`: compares the index with the files, and repairs it.
@@ -285,7 +271,7 @@ def _tell_deleted(deleted: Deleted) -> None:
 
 @click.command()
 @click.option("--fix", is_flag=True, help="Repair the index, and remove broken files.")
-@with_directory
+@command.with_directory
 def check(settings: Settings, fix: bool) -> None:
     """Compare every state with the index.
 
@@ -301,7 +287,7 @@ def check(settings: Settings, fix: bool) -> None:
     """
     with offline.open_offline(Path(settings.slot_save_path), mends_index=fix) as store:
         sizes = [checkpoint.size_bytes for checkpoint in store.index.all()]
-        with progress("reading", sum(sizes)) as update:
+        with command.progress("reading", sum(sizes)) as update:
             problems = offline.examine(store, lambda n: update(advance=n))
         if fix:
             offline.mend(store, problems)
@@ -315,14 +301,15 @@ def check(settings: Settings, fix: bool) -> None:
         )
         for problem in problems
     ]
-    looked_at = f"{checkpoints_in_words(len(sizes), sum(sizes))} in {settings.slot_save_path}"
+    stored = command.checkpoints_in_words(len(sizes), sum(sizes))
+    looked_at = f"{stored} in {settings.slot_save_path}"
     n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
     total = Text(f"{looked_at}: {n_problems}{', mended' if problems and is_mended else ''}")
     of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
     content = {**of_all, "problems": problems, "is_mended": is_mended}
-    answer(content, Group(table_of(rows), total) if rows else total)
+    command.answer(content, Group(command.table_of(rows), total) if rows else total)
     if problems and not is_mended:
-        sys.exit(Exit.FAILED)
+        sys.exit(command.Exit.FAILED)
 
 
 # `llama-prefix-cache export` and `import`: checkpoints as one file, from one store to another.
@@ -330,9 +317,9 @@ def check(settings: Settings, fix: bool) -> None:
 
 @click.command("export")
 @names_argument
-@file_option("--to", "-o", "file")
-@yes_option
-@with_directory
+@command.file_option("--to", "-o", "file")
+@command.yes_option
+@command.with_directory
 def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     """Write checkpoints into one file.
 
@@ -349,13 +336,13 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     listed = [list_checkpoint(record.checkpoint, models) for record in records]
     ids = {c.id for name in names for c in named(name, listed)}
     chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
-    with progress("exporting", sum(r.checkpoint.size_bytes for r in chosen)) as update:
+    with command.progress("exporting", sum(r.checkpoint.size_bytes for r in chosen)) as update:
         done = offline.export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     n_bytes, n_gone = sum(r.checkpoint.size_bytes for r in done), len(chosen) - len(done)
     ids = {f"{record.checkpoint.id:016x}" for record in done}
     content = {"file": str(file), "exported": sorted(ids), "size_bytes": n_bytes}
     gone = f"; {n_gone} were deleted meanwhile" if n_gone else ""
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}{gone}")
+    command.answer(content, f"{command.checkpoints_in_words(len(ids), n_bytes)} in {file}{gone}")
 
 
 @click.command("import")
@@ -363,7 +350,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
 @click.option(
     "--other-model", is_flag=True, help="Also if the directory was used with other models only."
 )
-@partial(with_directory, unset="made")
+@partial(command.with_directory, unset="made")
 def import_(settings: Settings, file: Path, other_model: bool) -> None:
     """Take over the checkpoints of an exported file.
 
@@ -378,12 +365,12 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
     unchecked. Run import as the proxy's user, while no proxy runs on the directory.
     """
     with offline.open_offline(Path(settings.slot_save_path), may_be_new=True) as store:
-        with progress("importing", file.stat().st_size) as update:
+        with command.progress("importing", file.stat().st_size) as update:
             imported = offline.import_checkpoints(
                 store, file, lambda n: update(advance=n), may_be_other_model=other_model
             )
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
-    entered = checkpoints_in_words(len(imported.entered), n_bytes)
+    entered = command.checkpoints_in_words(len(imported.entered), n_bytes)
     lines = [f"{entered} in {settings.slot_save_path}"]
     if imported.n_already_there:
         lines.append(f"{imported.n_already_there} were there already")
@@ -395,7 +382,7 @@ def import_(settings: Settings, file: Path, other_model: bool) -> None:
         "n_already_there": imported.n_already_there,
         "is_new_model": imported.is_new_model,
     }
-    answer(content, "\n".join(lines))
+    command.answer(content, "\n".join(lines))
 
 
 # From hex digits or a model's name to checkpoints.
@@ -416,18 +403,18 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
                 found.setdefault(node_id, []).append(checkpoint)
     if of_model:
         if any(below != of_model for below in found.values()):
-            fail(f"{text!r} is a model's name and begins ids, too: give more digits")
+            command.fail(f"{text!r} is a model's name and begins ids, too: give more digits")
         return of_model
     if len(text) < _MIN_DIGITS:
-        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
+        command.fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
     if len(found) != 1:
         many = f"{len(found)} ids begin with {text!r}: give more digits"
         none = f"no model is called {text!r}, and no id begins so: see ls"
-        fail(many if found else none)
+        command.fail(many if found else none)
     return next(iter(found.values()))
 
 
-def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
+def all_named(store: command.Store, names: Sequence[str]) -> list[ListedCheckpoint]:
     """Return the checkpoints that *names* name, each once; exits if one of them names nothing."""
     checkpoints = store.checkpoints()
     return list({c.id: c for name in names for c in named(name, checkpoints)}.values())

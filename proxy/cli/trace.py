@@ -19,23 +19,11 @@ import click
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from proxy.cli.command import (
-    FILE,
-    Exit,
-    RunningProxy,
-    agree_to_write,
-    answer,
-    fail,
-    file_option,
-    json_option,
-    table_of,
-    with_proxy,
-    yes_option,
-)
+from proxy.cli import command
 from proxy.core.rates import seconds_in_words
 from proxy.explain.views import MOST_SECONDS, TRACED_TOKENS, TracedRequest
 
-_file = click.argument("file", type=FILE)
+_file = click.argument("file", type=command.FILE)
 
 
 @click.group()
@@ -44,10 +32,10 @@ def trace() -> None:
 
 
 @trace.command("export")
-@click.argument("file", type=FILE, callback=agree_to_write)
-@yes_option
-@with_proxy
-def export(proxy: RunningProxy, file: Path) -> None:
+@click.argument("file", type=command.FILE, callback=command.agree_to_write)
+@command.yes_option
+@command.with_proxy
+def export(proxy: command.RunningProxy, file: Path) -> None:
     """Write the last requests into FILE, without any text.
 
     \b
@@ -63,14 +51,14 @@ def export(proxy: RunningProxy, file: Path) -> None:
     """
     exported = proxy.ask("GET", "/trace", dict[str, list[TracedRequest]])["requests"]
     if not exported:
-        fail(f"{file} was not written: no prompt was read since the proxy was started")
+        command.fail(f"{file} was not written: no prompt was read since the proxy was started")
     file.write_bytes(msgspec.json.Encoder().encode_lines(exported))
     tell(trace_in_words(_read(file)))
 
 
 @trace.command("show")
 @_file
-@json_option
+@command.json_option
 def show(file: Path) -> None:
     """Say what FILE reveals, before you give it away.
 
@@ -83,13 +71,13 @@ def _read(file: Path) -> list[TracedRequest]:
     try:
         read = msgspec.json.Decoder(TracedRequest).decode_lines(file.read_bytes())
     except ValueError:
-        fail(f"{file} is not what `trace export` writes", Exit.USAGE)
-    return read or fail(f"there is no request in {file}")
+        command.fail(f"{file} is not what `trace export` writes", command.Exit.USAGE)
+    return read or command.fail(f"there is no request in {file}")
 
 
 def tell(facts: Mapping[str, object]) -> None:
     """Print facts, a line for each."""
-    answer(facts, table_of((name, str(fact)) for name, fact in facts.items()))
+    command.answer(facts, command.table_of((name, str(fact)) for name, fact in facts.items()))
 
 
 @trace.command("replay")
@@ -103,7 +91,7 @@ def tell(facts: Mapping[str, object]) -> None:
 )
 @click.option("--model", default="", help="Where there are several models.")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
-@json_option
+@command.json_option
 def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None:
     """Send the requests of FILE to URL, and say how much was reused.
 
@@ -115,7 +103,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
     Prompts are made up: blocks with equal numbers are equal texts, of about 512 tokens of this model.
     Requests are sent at their times, whether or not earlier answers have come.
     """
-    tell(send_all(_read(file), RunningProxy(url, api_key, is_admin=False), model, speed))
+    tell(send_all(_read(file), command.RunningProxy(url, api_key, is_admin=False), model, speed))
 
 
 _N_AT_ONCE, _ERRORS = 64, range(400, 600)
@@ -124,7 +112,7 @@ _Sent = tuple[int, int, float]
 
 
 def send_all(
-    trace: Sequence[TracedRequest], server: RunningProxy, model: str, speed: float = 0.0
+    trace: Sequence[TracedRequest], server: command.RunningProxy, model: str, speed: float = 0.0
 ) -> dict[str, float]:
     """Send the requests of a trace to any server; return the figures, beside the share that can be reused.
 
@@ -133,7 +121,9 @@ def send_all(
     # Enough words to measure how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
     if (tried := _send(server, model, words_for(probe, {}, 1.0), 1, refusals=())) is None:
-        fail(f"{server.url} gives no answer that counts its tokens", Exit.UNAVAILABLE)
+        command.fail(
+            f"{server.url} gives no answer that counts its tokens", command.Exit.UNAVAILABLE
+        )
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 
@@ -165,7 +155,11 @@ def send_all(
 
 
 def _send(
-    server: RunningProxy, model: str, text: str, n_answer: int, refusals: Sequence[int] = _ERRORS
+    server: command.RunningProxy,
+    model: str,
+    text: str,
+    n_answer: int,
+    refusals: Sequence[int] = _ERRORS,
 ) -> _Sent | None:
     """Send one request; return None if it was refused with one of *refusals*, exit at another."""
     length = {"max_tokens": max(1, n_answer), "ignore_eos": True, "temperature": 0}
@@ -247,7 +241,7 @@ _MACHINE = (
 
 
 @click.command()
-@file_option("--report", "file")
+@command.file_option("--report", "file")
 @click.option(
     "--tokens",
     multiple=True,
@@ -257,9 +251,9 @@ _MACHINE = (
 )
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
-@yes_option
-@with_proxy
-def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:
+@command.yes_option
+@command.with_proxy
+def bench(proxy: command.RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:
     """Measure this machine, and write a report for the project.
 
     \b
@@ -302,8 +296,8 @@ def _rounds(sizes: Iterable[int], n_conversations: int) -> Iterator[TracedReques
             yield TracedRequest(0, len(known) * TRACED_TOKENS, _ANSWER_TOKENS, known)
 
 
-def _said(command: str) -> list[str]:
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+def _said(line: str) -> list[str]:
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False)
     return done.stdout.splitlines()
 
 

@@ -19,34 +19,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from proxy import errors
 from proxy.core.model import Checkpoint, SlotId, is_same_canary
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
-from proxy.errors import (
-    CacheFault,
-    IndexDamaged,
-    NoRoom,
-    StateFileMalformed,
-    StoreFault,
-    StoreLocked,
-    UpstreamFault,
-    UpstreamRefused,
-    in_words,
-)
 from proxy.explain.report import Journal
 from proxy.health import Degradations
-from proxy.llama.client import (
-    QUICK_SECONDS,
-    Headers,
-    LlamaServer,
-    Props,
-    Saved,
-    SlotStatus,
-    Target,
-    Timings,
-)
+from proxy.llama import client
 from proxy.llama.connection import new_session
 from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.hosts import recognise
@@ -79,7 +60,7 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
     async with new_session() as session, AsyncExitStack() as stack:
         try:
             stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
-        except StoreLocked as lock:
+        except errors.StoreLocked as lock:
             setup.lock = str(lock)
             setup.health = await _health(session, settings)
         stored = _examine_directory(setup)
@@ -87,7 +68,7 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
             return setup
         urls = upstream_urls(settings)
         for url in urls:
-            root = LlamaServer(session, Target(url), settings.upstream_api_key)
+            root = client.LlamaServer(session, client.Target(url), settings.upstream_api_key)
             upstreams, host = await reach(root, model)
             setup.hosts += [host] if host else []
             for upstream in upstreams:
@@ -130,13 +111,14 @@ def _examine_directory(setup: Setup) -> Stored:
         probe.unlink()
     except OSError as error:
         error.filename = None
-        setup.problem = in_words(error)
+        setup.problem = errors.in_words(error)
     if setup.problem or setup.lock:
         return [], {}
     try:
         checkpoints, known = read_index(directory)
-    except StoreFault as fault:
-        setup.index_problem, setup.is_index_damaged = str(fault), isinstance(fault, IndexDamaged)
+    except errors.StoreFault as fault:
+        setup.index_problem = str(fault)
+        setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
         return [], {}
     setup.n_checkpoints = len(checkpoints)
     setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
@@ -144,7 +126,9 @@ def _examine_directory(setup: Setup) -> Stored:
     return checkpoints, known
 
 
-async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], HostFacts | None]:
+async def reach(
+    root: client.LlamaServer, asked_for: str
+) -> tuple[list[client.LlamaServer], HostFacts | None]:
     """Return the llama-servers at an address, and the host if there is one.
 
     At a host these are the loaded models, or only the model *asked_for*, which is loaded if necessary.
@@ -162,7 +146,7 @@ async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], H
             await host.load(facts.asked_for)
             facts.loaded = facts.asked_for
         models = await host.models()
-    except UpstreamFault as fault:
+    except errors.UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
     facts.models = tuple(sorted(models.known))
@@ -174,7 +158,7 @@ async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], H
 
 
 async def _examine_server(
-    upstream: LlamaServer, facts: LlamaServerFacts, settings: Settings, stored: Stored
+    upstream: client.LlamaServer, facts: LlamaServerFacts, settings: Settings, stored: Stored
 ) -> None:
     """Fill in the facts about a llama-server."""
     try:
@@ -194,8 +178,8 @@ async def _examine_server(
                     facts.has_ram_cache = await has_ram_cache(probed, n_vocab)
                     facts.mixes_up_slots = await mixes_up_slots(probed, n_vocab)
             facts.degradations = tuple(server.services.degradations.active)
-    except (StoreFault, OSError) as fault:
-        facts.failures.append(f"no scratch store could be opened: {in_words(fault)}")
+    except (errors.StoreFault, OSError) as fault:
+        facts.failures.append(f"no scratch store could be opened: {errors.in_words(fault)}")
 
 
 async def _note_slots(facts: LlamaServerFacts, probed: "ProbedServer", process: Process) -> None:
@@ -203,7 +187,7 @@ async def _note_slots(facts: LlamaServerFacts, probed: "ProbedServer", process: 
     facts.build, facts.n_slots, facts.n_ctx = process.build, len(process.slots), process.n_ctx
     if probed.first_props:
         facts.model, facts.is_asleep = probed.first_props.model_path, probed.first_props.is_sleeping
-    with suppress(UpstreamFault):
+    with suppress(errors.UpstreamFault):
         held = [status for status in await process.slot_states() if probed.held.get(status.id)]
         if process.clears_idle_slots is None and held:
             # One empty slot was run: the content of the other slots must still be there.
@@ -221,7 +205,7 @@ def _noting(facts: LlamaServerFacts, failure: str) -> Iterator[None]:
     """Note a fault in the block as a failure of the examination, which goes on."""
     try:
         yield
-    except CacheFault as fault:
+    except errors.CacheFault as fault:
         facts.failures.append(f"{failure}: {fault}")
 
 
@@ -261,7 +245,7 @@ _OTHERWISE = 0.3
 """Log-probabilities of another batch lie within 0.05, those of mixed-up slots 0.4 to 99 apart."""
 
 
-class ProbedServer(LlamaServer):
+class ProbedServer(client.LlamaServer):
     """llama-server for probes: a slot that holds work is shown as busy, and is not touched.
 
     `names` are the files that it was asked to save. `empty` are the slots that probes may use. `held` are
@@ -270,25 +254,25 @@ class ProbedServer(LlamaServer):
     `file` the newest saved file as it was written, and `state` the newest state that holds tokens.
     """
 
-    def __init__(self, upstream: LlamaServer, files: StateFiles) -> None:
+    def __init__(self, upstream: client.LlamaServer, files: StateFiles) -> None:
         super().__init__(upstream.session, upstream.target, upstream.api_key)
         self.files = files
         self.names: list[str] = []
-        self.first_props: Props | None = None
+        self.first_props: client.Props | None = None
         self.empty: list[SlotId] = []
         self.held: dict[int, int] = {}
         self.n_busy = 0
         self.restores: list[tuple[int, float]] = []
         self.file: os.stat_result | None = None
         self.state: StateFile | None = None
-        self._unfinished: set[asyncio.Future[Saved]] = set()
+        self._unfinished: set[asyncio.Future[client.Saved]] = set()
 
-    async def props(self, seconds: float = QUICK_SECONDS) -> Props:
+    async def props(self, seconds: float = client.QUICK_SECONDS) -> client.Props:
         props = await super().props(seconds)
         self.first_props = self.first_props or props
         return props
 
-    async def slots(self) -> list[SlotStatus]:
+    async def slots(self) -> list[client.SlotStatus]:
         """Return the slots' states, as if the slots that hold work were busy."""
         statuses = await super().slots()
         self.n_busy = sum(status.is_processing for status in statuses)
@@ -298,7 +282,7 @@ class ProbedServer(LlamaServer):
             status.is_processing |= status.id in self.held
         return statuses
 
-    async def save(self, slot_id: SlotId, file_name: str) -> Saved:
+    async def save(self, slot_id: SlotId, file_name: str) -> client.Saved:
         """Save a slot; the save goes on if this is cancelled, so that `clean_up` finds its file.
 
         A slot that GET /slots shows as empty may hold work: a mere restore does not show there. Raises
@@ -309,14 +293,14 @@ class ProbedServer(LlamaServer):
         self._unfinished.add(saving)
         saving.add_done_callback(self._unfinished.discard)
         saved = await asyncio.shield(saving)
-        with suppress(OSError, StateFileMalformed):
+        with suppress(OSError, errors.StateFileMalformed):
             self.file = self.files.path(file_name).stat()
             state = await asyncio.to_thread(read_state_file, self.files.path(file_name))
             self.state = state if state.tokens else self.state
         if slot_id not in self.empty:
             if saved.n_saved:
                 self.held.setdefault(slot_id, 0)
-                raise NoRoom("scratch", "what slots hold is not kept")
+                raise errors.NoRoom("scratch", "what slots hold is not kept")
             self.empty.append(slot_id)
         return saved
 
@@ -332,8 +316,8 @@ class ProbedServer(LlamaServer):
         await super().erase(slot_id)
 
     async def evaluate(
-        self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
-    ) -> Timings:
+        self, slot_id: SlotId, tokens: TokenIds, headers: client.Headers | None = None
+    ) -> client.Timings:
         """Evaluate tokens in a slot; raises UpstreamRefused for a slot that may hold work."""
         self._require_empty(slot_id)
         return await super().evaluate(slot_id, tokens, headers)
@@ -346,7 +330,7 @@ class ProbedServer(LlamaServer):
 
     def _require_empty(self, slot_id: SlotId) -> None:
         if slot_id not in self.empty:
-            raise UpstreamRefused(409, f"slot {slot_id} may hold work")
+            raise errors.UpstreamRefused(409, f"slot {slot_id} may hold work")
 
     async def erase_all(self) -> None:
         """Empty the slots that probes may use; raises UpstreamFault."""
@@ -361,7 +345,7 @@ class ProbedServer(LlamaServer):
         checked afterwards.
         """
         await asyncio.gather(*self._unfinished, return_exceptions=True)
-        with suppress(CacheFault):
+        with suppress(errors.CacheFault):
             for _ in range(_ERASE_ATTEMPTS if self.empty else 0):
                 await self.erase_all()
                 used = [status for status in await self.slots() if status.id in self.empty]
@@ -375,7 +359,7 @@ class ProbedServer(LlamaServer):
 
 @asynccontextmanager
 async def scratch(
-    upstream: LlamaServer, settings: Settings
+    upstream: client.LlamaServer, settings: Settings
 ) -> AsyncIterator[tuple[Server, ProbedServer]]:
     """Yield *upstream* with a scratch store; its state files are where llama-server writes.
 

@@ -16,19 +16,7 @@ import xxhash
 
 from proxy.core.model import FilePart
 from proxy.errors import StateFileMalformed
-from proxy.llama.files import (
-    CONTEXT_CHECKPOINTS_MAGIC,
-    CONTEXT_CHECKPOINTS_VERSION,
-    ContextCheckpoint,
-    FoundSection,
-    Reader,
-    StateFile,
-    has_window,
-    read_sections,
-    read_state,
-    read_state_file,
-    require,
-)
+from proxy.llama import files
 
 # Context checkpoints are removed from a state file, or copied into it from another. Since 0.7.0
 # llama-server writes all context checkpoints of a slot behind the state, each a whole recurrent state or
@@ -57,7 +45,7 @@ class Source:
         return self.parts[offsets.index(begin) : offsets.index(end)]
 
 
-Entry = tuple[BinaryIO, ContextCheckpoint, tuple[FilePart, ...]]
+Entry = tuple[BinaryIO, files.ContextCheckpoint, tuple[FilePart, ...]]
 """An open file, a context checkpoint in it, and the parts of that context checkpoint."""
 
 
@@ -78,7 +66,7 @@ def select_context_checkpoints(
     """
     with ExitStack() as stack:
         file = stack.enter_context(source.path.open("rb"))
-        state = read_state(file)
+        state = files.read_state(file)
         if not _is_understood(file, state):
             return source.parts
         chosen = _entries(source, file, state, {*own, *grafted})
@@ -87,7 +75,7 @@ def select_context_checkpoints(
             points = [point for point in missing if missing[point] == donor]
             with suppress(OSError, StateFileMalformed):
                 donors_file = stack.enter_context(donor.path.open("rb"))
-                donors_state = read_state(donors_file)
+                donors_state = files.read_state(donors_file)
                 for point, entry in _entries(donor, donors_file, donors_state, points).items():
                     if _fits(entry, donors_state, state):
                         chosen[point] = entry
@@ -96,16 +84,16 @@ def select_context_checkpoints(
         return _rewrite(source, file, state, sorted(chosen.values(), key=lambda e: e[1].n_tokens))
 
 
-def _is_understood(file: BinaryIO, state: StateFile) -> bool:
+def _is_understood(file: BinaryIO, state: files.StateFile) -> bool:
     """Return whether the place of the context checkpoints in a file, and the bytes behind it, are known."""
-    reader = Reader(file, state.size_bytes)
+    reader = files.Reader(file, state.size_bytes)
     reader.position = state.context_checkpoints_end
     is_known = state.version in _VERSIONS_WITH_APPENDIX and state.sections is not None
-    return is_known and reader.peek() != CONTEXT_CHECKPOINTS_MAGIC
+    return is_known and reader.peek() != files.CONTEXT_CHECKPOINTS_MAGIC
 
 
 def _entries(
-    source: Source, file: BinaryIO, state: StateFile, points: Collection[int]
+    source: Source, file: BinaryIO, state: files.StateFile, points: Collection[int]
 ) -> dict[int, Entry]:
     # A file has its context checkpoints in the order in which they were made: the newest wins.
     found = {c.restore_point: c for c in state.context_checkpoints if c.restore_point in points}
@@ -116,7 +104,7 @@ def _entries(
     }
 
 
-def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
+def _fits(entry: Entry, donors_state: files.StateFile, state: files.StateFile) -> bool:
     """Return whether a donor's context checkpoint has the same tokens and memory layout as a state."""
     file, point, _ = entry
     n = point.n_tokens
@@ -134,17 +122,19 @@ def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
     return [*map(bool, point.state_bytes[1:])] == [*map(bool, last[1:])]
 
 
-def _sections(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[FoundSection, ...]:
+def _sections(
+    file: BinaryIO, point: files.ContextCheckpoint, version: int
+) -> tuple[files.FoundSection, ...]:
     """Return the sections of a context checkpoint; none if they are not understood.
 
     They are the last sections of its state: a window, a recurrent state, or both.
     """
     begin = point.offset + 16 + 8  # behind its three numbers and the length of the model's state
-    reader = Reader(file, begin + point.state_bytes[0])
+    reader = files.Reader(file, begin + point.state_bytes[0])
     reader.position = begin
     try:
         magic, _ = reader.numbers("II")
-        sections = read_sections(reader, version, point.n_tokens)
+        sections = files.read_sections(reader, version, point.n_tokens)
     except StateFileMalformed:
         return ()
     is_state = magic == _SEQUENCE_STATE_MAGIC and reader.position == reader.size_bytes
@@ -152,7 +142,7 @@ def _sections(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[F
 
 
 def _rewrite(
-    source: Source, file: BinaryIO, state: StateFile, entries: Sequence[Entry]
+    source: Source, file: BinaryIO, state: files.StateFile, entries: Sequence[Entry]
 ) -> tuple[FilePart, ...]:
     kept = source.between(0, state.state_end)
     rest = source.between(state.context_checkpoints_end, state.size_bytes)
@@ -162,8 +152,8 @@ def _rewrite(
     with TemporaryFile(dir=source.path.parent) as aside, source.path.open("r+b") as target:
         parts = [*kept]
         if entries:
-            numbers = CONTEXT_CHECKPOINTS_MAGIC, CONTEXT_CHECKPOINTS_VERSION, len(entries)
-            head = struct.pack("<III", *numbers)
+            magic, version = files.CONTEXT_CHECKPOINTS_MAGIC, files.CONTEXT_CHECKPOINTS_VERSION
+            head = struct.pack("<III", magic, version, len(entries))
             aside.write(head)
             parts.append(FilePart(len(head), xxhash.xxh3_128_digest(head)))
         for donor, point, point_parts in entries:
@@ -182,7 +172,7 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
     for part in parts:
         piece = source.read(part.n_bytes)
         is_as_saved = xxhash.xxh3_128_digest(piece) == part.digest
-        require(is_as_saved, f"{source.name} is not what was saved")
+        files.require(is_as_saved, f"{source.name} is not what was saved")
         target.write(piece)
 
 
@@ -193,13 +183,13 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
 # on. In the order of their positions no cell is dropped too early.
 
 
-def order_windows(path: Path, state: StateFile) -> bool:
+def order_windows(path: Path, state: files.StateFile) -> bool:
     """Put the cells of all windows of a state file, in context checkpoints too, in order of position.
 
     Returns whether the file changed; its parts keep their places and lengths. Raises OSError if it cannot
     be read or written; the file is then garbage.
     """
-    if not has_window(state.layout):
+    if not files.has_window(state.layout):
         return False
     with path.open("r+b") as file:
         found = [*(state.sections or ())[1:2]]
@@ -209,7 +199,7 @@ def order_windows(path: Path, state: StateFile) -> bool:
         return any([_put_in_order(file, window) for window in windows])
 
 
-def _put_in_order(file: BinaryIO, window: FoundSection) -> bool:
+def _put_in_order(file: BinaryIO, window: files.FoundSection) -> bool:
     section, n_cells, cell_bytes = window.section, window.n_cells, window.cell_bytes
     file.seek(window.offset)
     positions = array("i", file.read(n_cells * cell_bytes))[:: cell_bytes // 4]
@@ -264,7 +254,7 @@ def repair_window(path: Path) -> bool:
     Files that need no repair, cannot be repaired or are repaired already stay unchanged. Raises
     StateFileMalformed if the file is not a state file, OSError if it cannot be read or written.
     """
-    state = read_state_file(path)
+    state = files.read_state_file(path)
     if not state.window_tokens:
         return False
     _, window, *others = state.sections or ()

@@ -17,17 +17,10 @@ from typing import Any
 
 from cachetools import TTLCache
 
+from proxy import errors
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import Launch
 from proxy.core.residency import Residents, next_step
-from proxy.errors import (
-    CacheFault,
-    ServerAway,
-    UpstreamFault,
-    UpstreamRefused,
-    UpstreamSlow,
-    UpstreamUnreachable,
-)
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models, recognise
 from proxy.llama.requests import UNLOAD_ONE, unloads_models
@@ -103,7 +96,7 @@ class HostedModels(Watched):
         for waiting in self._waiting:
             if not waiting.admitted.done():
                 waiting.admitted.set_exception(
-                    ServerAway("its model is not loaded yet", was_sent=False, status=503)
+                    errors.ServerAway("its model is not loaded yet", was_sent=False, status=503)
                 )
         self._waiting.clear()
 
@@ -132,16 +125,16 @@ class HostedModels(Watched):
         async with self._one_look:
             try:
                 self.models = await self.host.models()
-            except UpstreamSlow:
+            except errors.UpstreamSlow:
                 return
-            except UpstreamRefused:
+            except errors.UpstreamRefused:
                 if type(await recognise(self.root)) is type(self.host):
                     return
                 self.enter(Phase.NOT_A_SERVER)
                 self._degradations.leave()
                 self.models = Models(frozenset(), frozenset())
                 self._admit(self._waiting.copy())  # what answers there now may know them
-            except UpstreamUnreachable as fault:
+            except errors.UpstreamUnreachable as fault:
                 self.enter(Phase.UNREACHABLE)
                 self._degradations.begin(DegradationKind.UNREACHABLE, str(fault))
                 self.models = replace(self.models, loaded=frozenset())
@@ -175,10 +168,10 @@ class HostedModels(Watched):
             # Only idle slots are saved: a mere name is no reason to wait for running requests.
             processes = (process for s in self.servers.values() if (process := s.process))
             await background.drain(processes, self._save_seconds)
-            with suppress(UpstreamFault):  # the host may tell later
+            with suppress(errors.UpstreamFault):  # the host may tell later
                 try:
                     found = await self.host.resolve(name)
-                except UpstreamRefused:
+                except errors.UpstreamRefused:
                     found = None
                 if found is None:
                     self._unknown_names[name] = True
@@ -218,7 +211,7 @@ class HostedModels(Watched):
         """Wait until the model is loaded, or its load has failed; the queue is ordered by *since*."""
         if self._has_given_up:
             told = "its model is not loaded, and the proxy is about to stop"
-            raise ServerAway(told, was_sent=False, status=503)
+            raise errors.ServerAway(told, was_sent=False, status=503)
         waiting = _WaitingForModel(since, model, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self._advance()
@@ -260,7 +253,7 @@ class HostedModels(Watched):
         try:
             await self._let_go(leaving)
             await self.host.load(model)
-        except CacheFault as fault:
+        except errors.CacheFault as fault:
             get_logger("models").warning("model not loaded", model=model, reason=str(fault))
         finally:
             await self.look()

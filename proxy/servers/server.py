@@ -35,18 +35,10 @@ from hashlib import blake2b
 
 from cachetools import LRUCache
 
+from proxy import errors
 from proxy.core.conditions import OF_PROCESS, DegradationKind
 from proxy.core.launch import Launch
 from proxy.core.slots import Empty
-from proxy.errors import (
-    ProxyError,
-    ServerAway,
-    StoreFault,
-    UpstreamFault,
-    UpstreamRefused,
-    UpstreamSlow,
-    UpstreamUnreachable,
-)
 from proxy.llama.client import Props
 from proxy.log import get_logger
 from proxy.servers.attach import attach, look_again
@@ -139,7 +131,7 @@ class Watched:
                 if seconds <= 0:
                     is_loading = self.phase is Phase.LOADING
                     why = "is still loading its model" if is_loading else "cannot be reached"
-                    raise ServerAway(f"llama-server {why}", was_sent=False, status=503)
+                    raise errors.ServerAway(f"llama-server {why}", was_sent=False, status=503)
                 await wait_for(self._changed, seconds)
         finally:
             self.n_waiting -= 1
@@ -254,7 +246,7 @@ class Server(Watched):
     def require_loaded(self) -> None:
         """Raise UpstreamUnreachable while it is not loaded: llama-swap would load it for any call."""
         if self.phase is Phase.UNLOADED:
-            raise UpstreamUnreachable(f"{self.upstream.target.name} is not loaded")
+            raise errors.UpstreamUnreachable(f"{self.upstream.target.name} is not loaded")
 
     async def watch(self) -> None:
         """Follow llama-server until cancelled."""
@@ -288,10 +280,10 @@ class Server(Watched):
                 props = await self.upstream.props(SILENT_SECONDS)
                 self._degradations.end(DegradationKind.SILENT)
                 await self._follow(props, epoch)
-            except UpstreamSlow as slow:
+            except errors.UpstreamSlow as slow:
                 if epoch == self.epoch:
                     self._degradations.begin(DegradationKind.SILENT, str(slow))
-            except UpstreamFault as fault:
+            except errors.UpstreamFault as fault:
                 if epoch == self.epoch and not await self.is_lost():
                     await self._miss(kind_of(fault), str(fault), has_answered=props is not None)
             except Exception as error:
@@ -399,9 +391,9 @@ class Server(Watched):
                 Lease(process.queue, Choice((slot.id,), None)).hand_over(ended)
 
 
-def kind_of(fault: UpstreamFault) -> DegradationKind:
+def kind_of(fault: errors.UpstreamFault) -> DegradationKind:
     """Return the degradation that the fault of a look stands for."""
-    if not isinstance(fault, UpstreamRefused):
+    if not isinstance(fault, errors.UpstreamRefused):
         return DegradationKind.UNREACHABLE
     kinds = {503: DegradationKind.LOADING, 401: DegradationKind.API_KEY_REFUSED}
     return kinds.get(fault.status, DegradationKind.NOT_A_LLAMA_SERVER)
@@ -427,14 +419,14 @@ class FatalRequests:
         self._deaths: LRUCache[str, tuple[int, float]] = LRUCache(_MAX_REMEMBERED)
         """By the hash of a request; while none is known, no hash is made."""
         if store is not None:
-            with suppress(StoreFault):
+            with suppress(errors.StoreFault):
                 self._deaths.update(store.index.value(_NAME, dict[str, tuple[int, float]]) or {})
 
     def refuse(self, request: Request) -> None:
         """Raise ProxyError if llama-server has ended twice in a row during this request."""
         if self._deaths and (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
             self._deaths[key_of(request)] = n_deaths, time.time()
-            raise ProxyError(
+            raise errors.ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
                 f"{FORGET_SECONDS / 60:.0f} minutes",
@@ -459,7 +451,7 @@ class FatalRequests:
 
     async def _write(self) -> None:
         if self._store is not None:
-            with suppress(StoreFault):  # then the deaths are known only while the proxy runs
+            with suppress(errors.StoreFault):  # then the deaths are known only while the proxy runs
                 await self._store.put_value(_NAME, dict(self._deaths))
 
 

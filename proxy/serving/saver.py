@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from proxy import errors
 from proxy.core import saving
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
@@ -27,14 +28,6 @@ from proxy.core.model import (
 from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, kept_after_save
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import (
-    WRITE_BUDGET,
-    CacheFault,
-    NoRoom,
-    StateFileMalformed,
-    StoreFault,
-    UpstreamRefused,
-)
 from proxy.health import CannotCache
 from proxy.llama import state_edits
 from proxy.llama.client import Saved
@@ -135,7 +128,7 @@ class Room:
         began = time.monotonic()
         try:
             reply = await self._process.upstream.save(slot_id, name)
-        except UpstreamRefused as refusal:
+        except errors.UpstreamRefused as refusal:
             if refusal.status == 501:
                 raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
             if refusal.status == 403:  # another llama-prefix-cache
@@ -203,7 +196,7 @@ class Room:
                     kept.enter_context(store.keep(donor))
                     try:
                         await store.verify(donor)
-                    except StoreFault as fault:
+                    except errors.StoreFault as fault:
                         process.faults.record("verify", fault)
                         continue
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
@@ -214,7 +207,7 @@ class Room:
                 n_most = saved.state.size_bytes + n_more * max(own.values())
                 await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
                 saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
-        except StateFileMalformed as fault:
+        except errors.StateFileMalformed as fault:
             process.faults.record("thin", fault)
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
@@ -254,7 +247,7 @@ class Room:
         try:
             stamp = files.stamp(name)
             if stamp[1] != reply.n_written:
-                raise CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
+                raise errors.CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
             is_changed = files.edit(name, lambda path: state_edits.order_windows(path, state))
             if self.repairs_windows and state.version in state_edits.NEEDED_BY_VERSIONS:
@@ -269,7 +262,9 @@ class Room:
             detail = f"{path}: {error.strerror}"
             raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
-            raise CacheFault(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
+            raise errors.CacheFault(
+                f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}"
+            )
         return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager
@@ -285,8 +280,8 @@ class Room:
     def _refusals_told(self) -> Iterator[None]:
         try:
             yield
-        except NoRoom as refusal:
-            is_over = refusal.reason == WRITE_BUDGET
+        except errors.NoRoom as refusal:
+            is_over = refusal.reason == errors.WRITE_BUDGET
             kind = DegradationKind.WRITE_BUDGET_SPENT if is_over else DegradationKind.NO_ROOM
             if not self._process.store.files.is_readonly:  # that is a condition of its own
                 self._process.degrade(kind, str(refusal))

@@ -32,14 +32,7 @@ from proxy.core.slots import Known, Slot, SlotPhase, state_of
 from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
 from proxy.explain import views
 from proxy.health import Degradation
-from proxy.llama.requests import (
-    Aliases,
-    generation_route,
-    header_request,
-    parse_body,
-    route_path,
-    with_alias,
-)
+from proxy.llama import requests
 from proxy.servers.pool import Pool
 from proxy.servers.warming import NotWarmed, Warming, own_request
 from proxy.serving.process import Process
@@ -153,7 +146,7 @@ def _refused(
 class Admin:
     """Answers operators."""
 
-    def __init__(self, shared: Shared, pool: Pool, aliases: Aliases) -> None:
+    def __init__(self, shared: Shared, pool: Pool, aliases: requests.Aliases) -> None:
         self._shared = shared
         self._pool = pool
         self._warming = Warming(shared, pool)
@@ -318,20 +311,20 @@ class Admin:
         self, request: web.Request, keys: Mapping[str, str], *, is_whole: bool
     ) -> Request:
         """Return a request that evaluates the header of the request in the body; raises 400."""
-        if (body := parse_body(await request.read())) is None:
+        if (body := requests.parse_body(await request.read())) is None:
             raise _refused(web.HTTPBadRequest, "the body is no JSON object")
-        path = request.query.get("path") or route_path(body)
-        route = generation_route("POST", path)
+        path = request.query.get("path") or requests.route_path(body)
+        route = requests.generation_route("POST", path)
         if route not in _CACHED:
             nothing = "the body is no request: it has no messages, prompt or input"
             why = f"{path} is no API whose prompts are cached" if path else nothing
             raise _refused(web.HTTPBadRequest, why)
         try:
-            wanted = header_request(route, body, is_whole=is_whole)
+            wanted = requests.header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
             raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
         warmed = own_request(path, route, keys, tenant_of(keys, self._shared.secret))
-        return warmed.receive(with_alias(wanted, self._aliases), self._shared.secret)
+        return warmed.receive(requests.with_alias(wanted, self._aliases), self._shared.secret)
 
 
 # What a query says.

@@ -10,16 +10,9 @@ from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.explain.views import client_name
+from proxy.llama import requests
 from proxy.llama.client import Body
 from proxy.llama.connection import end_to_end
-from proxy.llama.requests import (
-    Aliases,
-    changes_server_state,
-    counts_tokens,
-    model_named,
-    parse_body,
-    with_alias,
-)
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
@@ -50,7 +43,7 @@ class Front:
     report: Report
     unread: Unread
     max_requests: int
-    aliases: Aliases
+    aliases: requests.Aliases
     secret: bytes
     deadline: Deadline
 
@@ -90,16 +83,17 @@ class Front:
     async def _pass_on(self, exchange: Exchange, model: str, *, may_load: bool) -> None:
         """Pass on a request that is no generation to the first llama-server that can be reached."""
         request, path = exchange.client, exchange.path
-        if changes_server_state(request.method, path):
+        if requests.changes_server_state(request.method, path):
             message = f"POST {path} would change llama-server's state behind the cache's back"
             raise ProxyError(message, 403)
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
-        counts = self.aliases and counts_tokens(request.method, path)
+        counts = self.aliases and requests.counts_tokens(request.method, path)
         if counts or (request.method == "POST" and self.pool.has_models):
             content = await self._read_body(request)
             headers.popall("Content-Length", None)
-            model = model or (model_named(content, parse_body(content)) if may_load else "")
+            if may_load and not model:
+                model = requests.model_named(content, requests.parse_body(content))
         keys = keys_of(request.headers)
         async with self.pool.passing(request.method, path, model, keys) as upstreams:
             for upstream in upstreams:
@@ -149,7 +143,7 @@ class Front:
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.read()
-                return with_alias(body, self.aliases) if self.aliases else body
+                return requests.with_alias(body, self.aliases) if self.aliases else body
         except TimeoutError as error:
             message = f"the request body did not come within {BODY_SECONDS:.0f} s"
             raise ProxyError(message, 408) from error
