@@ -59,15 +59,12 @@ Keep = Literal["none", "tokens", "text"]
 class Told(NamedTuple):
     """The additions to a client's answer: a header, and the diagnostics that the client has asked for.
 
-    `on_id`, if set, is called with llama-server's id of the answer, which later requests may name. The
-    answer of a request that `warms` is empty. If it `keeps_text`, the text of the answer is read later.
+    `on_id`, if set, is called with llama-server's id of the answer, which later requests may name.
     """
 
     header: str = ""
     diagnose: Diagnose | None = None
     on_id: Callable[[str], object] | None = None
-    warms: str = ""
-    keeps_text: bool = False
 
 
 def sums_at(today: views.Today, now: float) -> views.Today:
@@ -327,10 +324,9 @@ class Report:
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
-        plain = Told(warms=request.warms, keeps_text=request.keeps_text)
         body, route, journal = request.body, request.route, self._journal
         try:
-            told = plain._replace(header=_cache_header(request))
+            told = Told(_cache_header(request))
             if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
                 return told
             is_asked, message_id = asked_comparison(route, body)
@@ -348,7 +344,7 @@ class Report:
             return told._replace(diagnose=lambda _: diagnostics)
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
-            return plain
+            return Told()
 
     def not_looked_up(
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS

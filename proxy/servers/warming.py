@@ -28,7 +28,7 @@ from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
-from proxy.serving.request import Request
+from proxy.serving.request import OnStart, Request
 from proxy.serving.shared import Shared
 
 _PATH = "/completion"
@@ -189,11 +189,11 @@ def own_request(
 
 
 async def _send_for_nobody(
-    path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, *_: object
+    path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
 ) -> Answer:
     """Send a request that no client has made; raises NotWarmed if llama-server refuses it.
 
-    A Relay that has nobody to tell when llama-server starts, or what the usage is.
+    A Relay that has nobody to tell when llama-server starts.
     """
     headers = {"Content-Type": "application/json", **keys}
     try:

@@ -26,12 +26,11 @@ _NOBODYS = Namespace(b"")
 
 
 OnStart = Callable[[], None]
-Relay = Callable[[LlamaServer, bytes, OnStart, int | None], Awaitable[Answer]]
+Relay = Callable[[LlamaServer, bytes, OnStart], Awaitable[Answer]]
 """Sends a body to a llama-server and relays the whole answer to the client.
 
 OnStart is called once llama-server runs the request: llama-server sends a stream's headers when the slot
-starts. The last argument is for the usage, because llama-server counts tokens that the proxy evaluated at a
-stop as cached: how many tokens of the prompt the slot held before the first stop, None without a stop.
+starts.
 """
 
 
@@ -155,7 +154,6 @@ class Request:
     ) -> Answer:
         """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
         self.answer = None
-        n_found = self.account.n_reused if self.account else None
-        self.answer = await self.relay(upstream, raw, on_start, n_found)
+        self.answer = await self.relay(upstream, raw, on_start)
         self.answered_at = time.monotonic()
         return self.answer

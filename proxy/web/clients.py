@@ -2,13 +2,12 @@
 
 import asyncio
 from dataclasses import dataclass
-from functools import partial
 
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway
-from proxy.explain.report import Report, Told
+from proxy.explain.report import Report
 from proxy.explain.views import client_name
 from proxy.llama import requests
 from proxy.llama.client import Body
@@ -53,7 +52,7 @@ class Front:
         # A host of models reads only the body of a POST, not its query.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
         model, path = self.pool.split_path(request.path, named)
-        exchange = Exchange(request, path, self.unread)
+        exchange = Exchange(request, path, self.unread, self.report)
         try:
             if not request.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
@@ -108,7 +107,7 @@ class Front:
         """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
         headers = exchange.client.headers
         keys, session = keys_of(headers), " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
-        request = Request(
+        request = exchange.request = Request(
             path=exchange.path,
             route=route,
             headers=keys,
@@ -119,10 +118,8 @@ class Front:
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
-            answering=exchange.answering,
             model=model,
         )
-        exchange.tell = partial(self.report.told, request)
         try:
             async with self.deadline.ends_block():
                 body = await self._read_body(exchange.client)
@@ -136,7 +133,7 @@ class Front:
             raise
         finally:
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
-            exchange.tell, request.foresee = Told, not_looked_up
+            exchange.request, request.foresee = None, not_looked_up
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body with llama-server's name of the model; raises ProxyError over the limits."""

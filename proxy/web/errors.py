@@ -18,6 +18,7 @@ from proxy.explain.report import Told
 from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage, empty_answer
 from proxy.llama.connection import Reply
 from proxy.llama.requests import generation_route, is_anthropic
+from proxy.serving.request import Request
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2
@@ -143,12 +144,15 @@ class StreamEdit:
 
 
 def edits_of(
-    path: str, answer: Reply | aiohttp.ClientResponse, n_found: int | None, told: Told
+    path: str, answer: Reply | aiohttp.ClientResponse, request: Request | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
     """Return the edit of an answer to a request of *path*: of a stream, or of the whole answer.
 
-    *n_found* is as in serving's Relay. Anthropic's answers always get the count of newly cached tokens.
+    Anthropic's answers always get the count of newly cached tokens. In other answers the usage is edited if
+    the prompt was evaluated up to a stop first, because llama-server counts those tokens as cached.
     """
+    account = request.account if request else None
+    n_found = account.n_reused if account else None
     headers, of_anthropic = answer.headers, is_anthropic(path)
     if answer.method == "HEAD" or "Content-Encoding" in headers:
         return None, None
@@ -168,8 +172,8 @@ def edits_of(
         edit = usage.of_answer
     elif answer.status >= 400 and of_anthropic:
         edit = partial(anthropic_error, answer.status)
-    if told.warms:
-        is_stream, true = told.warms == "stream", edit or _AS_IT_IS
+    if request and request.warms:
+        is_stream, true = request.warms == "stream", edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
     # Read whole: its id is noted before the client has it, and some failures are not passed on.
     return None, edit or (_AS_IT_IS if told.on_id or answer.status == 500 else None)

@@ -1,7 +1,6 @@
 """Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -10,12 +9,12 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.errors import OutOfCells, ProxyError, ServerAway
-from proxy.explain.report import Told
+from proxy.explain.report import Report, Told
 from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
 from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
 from proxy.llama.requests import generation_route
-from proxy.serving.request import OnStart, do_nothing
+from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
@@ -28,33 +27,33 @@ _REBUILT = frozenset(("content-length", "accept-encoding"))
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
-    `path` is the client's, as a llama-server would see it. `tell` returns the header and the diagnostics
-    that go with the answer to a generation. `answering` is set when the first token comes. `is_answered`
-    says that llama-server's answer, or its error, has come to its end. `_answer` is the answer that is
-    relayed now, `_reader` reads it. `_is_in_event` says that the client's last bytes may be half an event.
+    `path` is the client's, as a llama-server would see it; `request` is the generation that is served.
+    `is_answered` says that llama-server's answer, or its error, has come to its end. `_answer` is the
+    answer that is relayed now, `_reader` reads it. `_is_in_event` says that the client's last bytes may be
+    half an event.
     """
 
     _answer: Reply | aiohttp.ClientResponse
     _heard: Heard
     _reader: AnswerReader
 
-    def __init__(self, client: web.Request, path: str, unread: Unread) -> None:
+    def __init__(self, client: web.Request, path: str, unread: Unread, report: Report) -> None:
         self.client = client
         self.path = path
         self.route = generation_route(client.method, path)
+        self.request: Request | None = None
         self.writer = ClientWriter(client, unread)
-        self.tell: Callable[[], Told] = Told
+        self._report = report
         self._told = Told()
         self.is_answered = False
         self._has_begun = False
         self._has_failed = False
         self._is_in_event = False
-        self.answering = asyncio.Event()
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
         """Give up the answer if no token of it has come yet; `send` then raises ServerAway."""
-        if not self.answering.is_set():
+        if self.request and not self.request.answering.is_set():
             self._heard.cut()
 
     async def send(
@@ -62,15 +61,14 @@ class Exchange:
         upstream: LlamaServer,
         body: Body,
         on_start: OnStart = do_nothing,
-        n_found: int | None = None,
         headers: CIMultiDict[str] | None = None,
     ) -> Answer:
         """Send the client's request with *body* and relay the answer; return facts of the answer.
 
         Returns when llama-server is done; the unread rest waits in `writer`. *on_start* is called when a
-        stream begins, which is when llama-server begins to work on it. *n_found* is for the usage, as
-        `Relay` in serving/request.py says. *headers* are those of a generation unless given. Raises
-        ServerAway if there is no answer. An answer that breaks off ends in an error event.
+        stream begins, which is when llama-server begins to work on it. *headers* are those of a generation
+        unless given. Raises ServerAway if there is no answer. An answer that breaks off ends in an error
+        event.
         """
         client = self.client
         try:
@@ -84,7 +82,7 @@ class Exchange:
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
-                    return await self._relay(upstream.target, n_found)
+                    return await self._relay(upstream.target)
         except (aiohttp.ClientError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
@@ -108,14 +106,15 @@ class Exchange:
             await self.writer.delivered()
         return response
 
-    async def _relay(self, target: Target, n_found: int | None) -> Answer:
+    async def _relay(self, target: Target) -> Answer:
         answer = self._answer
+        request, route = (self.request, self.route) if answer.status == 200 else (None, None)
         self.writer.stop_keeping()
         waiting = self.writer.response
         if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)
-        self._told = self.tell() if answer.status == 200 else Told()
-        lines, whole = edits_of(self.path, answer, n_found, self._told)
+        self._told = self._report.told(request) if request else Told()
+        lines, whole = edits_of(self.path, answer, request, self._told)
         edited: tuple[bytes, bytes] | None = None
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
@@ -130,9 +129,9 @@ class Exchange:
         if waiting is None:
             self.writer.response = await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
-        route = self.route if answer.status == 200 else None
         content_type = answer.headers.get("Content-Type", "")
-        self._reader = AnswerReader(content_type, route, keeps_text=self._told.keeps_text)
+        keeps_text = request is not None and request.keeps_text
+        self._reader = AnswerReader(content_type, route, keeps_text=keeps_text)
         return await self._pass_on(target, lines, edited)
 
     async def _pass_on(
@@ -228,7 +227,8 @@ class Exchange:
             self._told = Told()
         if self._first_token_at is None and self._reader.has_token:
             self._first_token_at = self._heard.heard_at
-            self.answering.set()
+            if self.request:
+                self.request.answering.set()
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
@@ -252,8 +252,8 @@ class Exchange:
         client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
-        if self._told.warms == "stream":
-            headers["Content-Type"] = "text/event-stream"
+        if answer.status == 200 and self.request and self.request.warms == "stream":
+            headers["Content-Type"] = _EVENTS
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
         elif _is_of_type(answer, _EVENTS):

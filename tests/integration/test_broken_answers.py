@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError
+from proxy.explain.report import Journal, Report
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import CannotConnect, EventLoop, new_session
 from proxy.metrics import Metrics
@@ -56,6 +57,7 @@ class Upstream:
         self.n_asked = 0
         self.n_closed = 0
         self.unread = Unread(Metrics())
+        self.report = Report(Metrics(), Journal())
         self.path = "/v1/chat/completions"
 
     @asynccontextmanager
@@ -98,7 +100,7 @@ async def ask(
     """Return a function that asks *upstream* through a relay, which reaches it by address or by name."""
 
     async def relay(client: web.Request) -> web.StreamResponse:
-        exchange = Exchange(client, upstream.path, upstream.unread)
+        exchange = Exchange(client, upstream.path, upstream.unread, upstream.report)
         try:
             to = LlamaServer(session, Target(f"http://{request.param}:{port}"), None)
             await exchange.send(to, await client.read())

@@ -8,6 +8,10 @@ from proxy.llama.answers import Diagnose
 from proxy.web.errors import Edit, StreamEdit, edits_of
 
 
+def _request(n_found: int | None) -> Any:
+    return SimpleNamespace(account=SimpleNamespace(n_reused=n_found), warms="")
+
+
 def _answer(status: int, content_type: str) -> Any:
     headers = {"Content-Type": content_type, "Content-Length": "1000"}
     return SimpleNamespace(method="POST", status=status, headers=headers)
@@ -17,11 +21,11 @@ def edit_of_stream(
     path: str, n_found: int | None, diagnose: Diagnose | None = None
 ) -> StreamEdit | None:
     answer = _answer(200, "text/event-stream")
-    return edits_of(path, answer, n_found, Told(diagnose=diagnose))[0]
+    return edits_of(path, answer, _request(n_found), Told(diagnose=diagnose))[0]
 
 
 def edit_of_answer(
     path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
 ) -> Edit | None:
     answer = _answer(status, "application/json")
-    return edits_of(path, answer, n_found, Told(diagnose=diagnose))[1]
+    return edits_of(path, answer, _request(n_found), Told(diagnose=diagnose))[1]
