@@ -1,7 +1,8 @@
 """The conditions that are active now, and the cache faults that were counted."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -160,6 +161,14 @@ class Faults:
     def count(self, stage: str) -> None:
         """Count a fault without a log line: a degradation has logged it."""
         self._metrics.cache_faults.labels(stage).inc()
+
+    @contextmanager
+    def suppressed(self, stage: str, fault_type: type[Exception] = Exception) -> Iterator[None]:
+        """Record a fault that would leave the block, and go on behind the block."""
+        try:
+            yield
+        except fault_type as fault:
+            self.record(stage, fault)
 
     def record(self, stage: str, error: BaseException) -> None:
         """Count a fault; log it if the same one was not logged before."""

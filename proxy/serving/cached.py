@@ -156,11 +156,9 @@ class CachedRequest:
 
     def _note_asked(self) -> None:
         """Tell the store which prompt was asked for."""
-        try:
+        with self._process.faults.suppressed("lookup", StoreFault):
             if (store := self._process.opened_store) is not None:
                 store.note_asked(self._prompt.namespace, self._prompt.tokens)
-        except StoreFault as fault:
-            self._process.faults.record("lookup", fault)
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
@@ -204,10 +202,8 @@ class CachedRequest:
         self._process.store.verify_soon(checkpoint)
 
     def _note_planned(self) -> None:
-        try:
+        with self._process.faults.suppressed("explain"):  # only the explanation suffers
             self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
-        except Exception as error:  # only the explanation suffers
-            self._process.faults.record("explain", error)
 
     def _foresee(self) -> Cause:
         """Return the cause that will be reported if the reply confirms the plan."""
@@ -425,11 +421,9 @@ class CachedRequest:
                 process.slots.set_content(slot_id, planning.as_kept(self._request, held))
             self._save_now()
             account.value(process.rates)
-            try:
+            judgement = Judgement(Cause.UNKNOWN)
+            with process.faults.suppressed("explain"):
                 judgement = self._inquiry.judge(account, self._request.id)
-            except Exception as error:
-                process.faults.record("explain", error)
-                judgement = Judgement(Cause.UNKNOWN)
             process.report.answered(self._request, judgement)
         except Exception as error:
             # The client has its answer; only the slot's content is lost.

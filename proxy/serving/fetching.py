@@ -30,11 +30,9 @@ async def fetch_first(tier: "Tier", process: Process, request: Request) -> bool:
     prompt, began = request.prompt, time.monotonic()
     if not prompt or request.extends or NO_READ in request.wishes:
         return False
-    try:
+    with process.faults.suppressed("share"):
         if process.rule.can_restore and not tier.downloads.is_off:
             request.shared = await _fetch(process, tier, prompt, request.arrived_at)
-    except Exception as fault:
-        process.faults.record("share", fault)
     request.fetch_seconds = time.monotonic() - began
     return bool(request.shared)
 
@@ -87,12 +85,10 @@ def _best(process: Process, tier: "Tier", prompt: Prompt, now: Situation) -> Fet
 
 async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:
     """Remove what a fetched state makes needless here."""
-    try:
+    with process.faults.suppressed("share"):
         if (tokens := process.store.index.tokens(fetched.id)) is not None:
             found = process.store.find(fetched.namespace, tokens)
             relatives = await asyncio.to_thread(list, found)
             newer = as_loaded(fetched, process.n_loaded_points)
             for older in superseded(process.rule, newer, relatives):
                 await process.store.remove(older, Removal.SUPERSEDED)
-    except Exception as fault:
-        process.faults.record("share", fault)

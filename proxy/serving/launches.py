@@ -47,11 +47,9 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
 
 async def last_tasks(process: Process) -> LastTasks | None:
     """Return the id of the last task that each slot ran; None if llama-server does not tell."""
-    try:
+    with process.faults.suppressed("placement", UpstreamFault):
         return {SlotId(state.id): state.id_task for state in await process.slot_states()}
-    except UpstreamFault as fault:
-        process.faults.record("placement", fault)
-        return None
+    return None
 
 
 async def begun_since(process: Process, before: LastTasks | None) -> list[SlotId] | None:

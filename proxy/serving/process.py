@@ -332,10 +332,8 @@ class Process(Services):
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id))
-            try:
+            with self.faults.suppressed("erase", UpstreamFault):
                 await self.finish(lease, self.erase(slot_id))
-            except UpstreamFault as fault:
-                self.faults.record("erase", fault)
 
     async def overwrite(self, slot_id: SlotId) -> None:
         """Replace a slot's content by one token, where the slot cannot be erased; raises UpstreamFault."""

@@ -67,7 +67,7 @@ async def note_tenant(process: Process, request: Request) -> None:
     if is_new:
         process.tenants.add(tenant)
         warn_of_several(process)
-    try:
+    with process.faults.suppressed("remember", StoreFault):
         if is_new and process.can_cache:
             named = process.store.index, process.model_namespace, process.tenants
             # On the writer's thread: another llama-server may note one at the same time.
@@ -77,8 +77,6 @@ async def note_tenant(process: Process, request: Request) -> None:
                 # What the tenant is called on all machines with the same key file.
                 name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
                 await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
-    except StoreFault as fault:
-        process.faults.record("remember", fault)
 
 
 def warn_of_several(process: Process) -> None:
