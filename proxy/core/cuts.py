@@ -18,15 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from proxy.core.model import (
-    Candidate,
-    CheckpointKind,
-    Cuts,
-    Rule,
-    RuleKind,
-    highest_point,
-    usable_tokens,
-)
+from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, highest_point, usable_tokens
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
@@ -81,22 +73,19 @@ def _usable_before(rule: Rule, candidate: Candidate, n_cut: int) -> int:
 
 
 def worth_a_file(
-    rule: Rule,
-    cuts: Cuts,
-    candidates: tuple[Candidate, ...],
-    pays_again: Callable[[int, int], bool],
+    rule: Rule, cuts: Cuts, candidates: tuple[Candidate, ...], pays: Callable[[int, int], bool]
 ) -> Cuts:
     """Return *cuts* without those at which another file of a conversation does not pay.
 
-    Under *end only* each cut needs a file of its own. *pays_again* says whether a state up to a cut pays
-    where a file has the first tokens of it.
+    Under *end only* each cut needs a file of its own. *pays* says whether a state up to a cut pays where
+    a file has the first tokens of it.
     """
-    if rule.kind is not RuleKind.END_ONLY:
+    if not rule.is_end_only:
         return cuts
 
     def kept(n_cut: int) -> int:
         n_saved = max((_usable_before(rule, c, n_cut) for c in candidates), default=0)
-        return n_cut if not n_saved or pays_again(n_saved, n_cut) else 0
+        return n_cut if not n_saved or pays(n_saved, n_cut) else 0
 
     branch, turn_start, end = map(kept, (cuts.branch, cuts.turn_start, cuts.message_end))
     return replace(cuts, branch=branch, turn_start=turn_start, message_end=end)
@@ -107,7 +96,7 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
 
     The prompt shares its first *n_shared* tokens with the earlier prompt and reuses *n_reused* of them.
     """
-    needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
+    needs_point = rule.is_restore_points or rule.is_end_only
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
     return n_shared if needs_point and is_inside and n_shared > n_reused + MIN_BRANCH_TOKENS else 0
 
@@ -138,7 +127,7 @@ def choose_stops(
     With *shares_header* the header, with the surroundings if there are any, is saved as soon as it is
     evaluated, for requests in other slots.
     """
-    if rule.kind is RuleKind.NOTHING:
+    if not rule.can_restore:
         return ()
 
     def is_ahead(n_cut: int) -> bool:
@@ -154,10 +143,10 @@ def choose_stops(
             # Of two cuts that are near, the lower one serves the prompts of both; it is saved as the more
             # important one, which came first.
             stops[n_cut] = stops.pop(near) if near is not None else save_as
-    if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
+    if rule.is_end_only and is_ahead(cuts.message_end):
         stops.setdefault(cuts.message_end, None)
     for n_cut in _unsaved(rule, cuts):
-        if rule.kind is RuleKind.RESTORE_POINTS and is_near((own_point(n_prompt),), n_cut):
+        if rule.is_restore_points and is_near((own_point(n_prompt),), n_cut):
             continue  # llama-server makes a context checkpoint there itself
         if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
             stops[n_cut] = None
@@ -166,19 +155,19 @@ def choose_stops(
 
 def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
     """Return whether a context checkpoint at *n_cut* lies far enough from the one at *n_other*."""
-    if rule.kind is RuleKind.END_ONLY:
+    if rule.is_end_only:
         return abs(n_cut - n_other) >= rule.stride_tokens
     return n_other > n_cut or n_cut - n_other >= MIN_STRIDE_TOKENS
 
 
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
     """Yield the cuts at which the slot is saved, the most important first."""
-    if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
+    if not rule.is_end_only and shares_header and cuts.surroundings > cuts.header:
         # This state can also be continued at the header. A later state of the conversation has both cuts.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
-    elif rule.kind is RuleKind.END_ONLY or shares_header:
+    elif rule.is_end_only or shares_header:
         yield cuts.header, CheckpointKind.HEADER
-    if rule.kind is RuleKind.END_ONLY:
+    if rule.is_end_only:
         yield cuts.turn_start, CheckpointKind.TURN_START
         yield cuts.branch, CheckpointKind.BRANCH
 
@@ -190,14 +179,14 @@ def _unsaved(rule: Rule, cuts: Cuts) -> list[int]:
     there only cuts that other prompts share are worth a stop. Under *end only* the live slot has the
     context checkpoint but the files do not: a cut where a conversation forks is not worth its own file.
     """
-    if rule.kind is RuleKind.ANY_PREFIX:
+    if rule.is_any_prefix:
         return []
     inside: Iterable[int] = ()
     n_begin = max(cuts.shared, cuts.last_turn_end)
     is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
     if cuts.turn_start == cuts.message_end and is_long:  # the prompt ends with a user message
         inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
-    if rule.kind is RuleKind.END_ONLY:
+    if rule.is_end_only:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
     marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside
     in_turn = [n for n in marks if n >= rule.end_holds_from]

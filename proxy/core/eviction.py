@@ -42,7 +42,6 @@ from proxy.core.model import (
     CheckpointKind,
     Family,
     Rule,
-    RuleKind,
     Title,
     highest_point,
 )
@@ -216,13 +215,13 @@ def _is_superseded(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     kinds = {CheckpointKind.CONVERSATION, newer.kind} - _OF_NO_SESSION
     if older.id == newer.id or older.kind not in kinds or older.is_pinned:
         return False
-    if rule.kind is RuleKind.END_ONLY:
+    if rule.is_end_only:
         # A state at a turn start serves every later request of that turn that diverges.
         is_whole = n_common == older.n_tokens < newer.n_tokens
         return is_whole and older.kind is CheckpointKind.CONVERSATION
-    if rule.kind is RuleKind.NOTHING or not _moves_on(newer, found):
+    if not rule.can_restore or not _moves_on(newer, found):
         return False
-    if rule.kind is RuleKind.ANY_PREFIX:
+    if rule.is_any_prefix:
         return newer.has_every_position
     # At each cut of the older state that a request may return to, the newer state can be continued; or the
     # newer state had the cut, and its context checkpoint was not worth the bytes.

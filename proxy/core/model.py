@@ -61,6 +61,18 @@ class Rule:
     def can_restore(self) -> bool:
         return self.kind is not RuleKind.NOTHING
 
+    @property
+    def is_any_prefix(self) -> bool:
+        return self.kind is RuleKind.ANY_PREFIX
+
+    @property
+    def is_restore_points(self) -> bool:
+        return self.kind is RuleKind.RESTORE_POINTS
+
+    @property
+    def is_end_only(self) -> bool:
+        return self.kind is RuleKind.END_ONLY
+
 
 NO_RULE = Rule(RuleKind.NOTHING)
 
@@ -274,13 +286,13 @@ def usable_tokens(
     reachable = min(n_common, n_prompt - 1)
     if not rule.can_restore:
         return 0
-    if rule.kind is RuleKind.ANY_PREFIX and state.has_every_position:
+    if rule.is_any_prefix and state.has_every_position:
         return reachable
     # A window that has every position is not full, whatever its length.
     is_within_window = rule.end_holds_from > 0 and state.has_every_position
     if rule.end_holds_from <= state.n_tokens <= reachable and not is_within_window:
         return state.n_tokens
-    if rule.kind is RuleKind.RESTORE_POINTS:
+    if rule.is_restore_points:
         return highest_point(state.restore_points, reachable)
     return 0
 
@@ -324,7 +336,7 @@ def after_save(rule: Rule, *, has_every_position: bool, window_tokens: int = 0) 
     A state whose file lacks positions cannot be cut anywhere: with --swa-full such a file is the only sign
     of a sliding window. A state that fills its window can be continued at its end.
     """
-    if rule.kind is RuleKind.ANY_PREFIX and not has_every_position:
+    if rule.is_any_prefix and not has_every_position:
         return replace(rule, kind=RuleKind.END_ONLY)
     if 0 < window_tokens < rule.end_holds_from:
         return replace(rule, end_holds_from=window_tokens + 1)

@@ -30,7 +30,6 @@ from proxy.core.model import (
     ExpectedState,
     Prompt,
     Rule,
-    RuleKind,
     SlotId,
     usable_tokens,
 )
@@ -240,7 +239,7 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     # llama-server would keep a context checkpoint of the old first token, and restore it later
     # (docs/upstream/stale_context_checkpoint.py).
-    is_point_at_risk = n_common == 0 and now.rule.kind is not RuleKind.ANY_PREFIX
+    is_point_at_risk = n_common == 0 and not now.rule.is_any_prefix
     erases = erases or (is_point_at_risk and isinstance(content, Known))
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
     displacement = displace(prompt, now, slot, n_common, n_reused)

@@ -32,7 +32,7 @@ from math import inf, isinf
 
 from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
 from proxy.core.messages import Conversation
-from proxy.core.model import Prompt, Rule, RuleKind, SlotId
+from proxy.core.model import Prompt, Rule, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
 from proxy.core.slots import (
@@ -214,7 +214,7 @@ def slot_to_extend(
     case: a wrong choice costs tokens, never an answer. Unless *is_pinned*, llama-server chooses the slot
     that the request runs in.
     """
-    if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
+    if not (rule.is_any_prefix or rule.is_restore_points):
         return None  # under *end only* a prompt needs a stop at its last cut
 
     def n_held(slot: Slot, tokens: TokenIds) -> int:
@@ -252,7 +252,7 @@ def _gains_nothing_elsewhere(
     is_step = answer == "assistant" and "assistant" not in others
     if not is_step or not others or others[-1] not in ("tool", "user"):
         return False
-    if "user" not in others or rule.kind is RuleKind.ANY_PREFIX:
+    if "user" not in others or rule.is_any_prefix:
         return True
     size_bytes = sum(conversation.sizes_bytes[1 - n_new :])
     is_only_in_file = is_near(content.saved_points, content.turn_start) and not is_near(

@@ -26,7 +26,7 @@ from operator import add
 
 from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
-from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
+from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
 from proxy.core.rates import Rates
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
@@ -47,9 +47,9 @@ _N_POINTS_AHEAD = 3
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
     """Return *content* cut back to the part that is useful in a file, or None if there is none."""
-    if rule.kind is RuleKind.NOTHING:
+    if not rule.can_restore:
         return None
-    if rule.kind is not RuleKind.END_ONLY:
+    if not rule.is_end_only:
         return content
     return cut_to(content, content.last_cut) if content.last_cut else None
 
@@ -61,7 +61,7 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
     savable = at_savable_point(rule, content) if isinstance(content, Known) else None
     if savable is None or savable.is_aside or savable.is_given_up:
         return False
-    n_useful = rule.end_holds_from if rule.kind is RuleKind.END_ONLY else 0
+    n_useful = rule.end_holds_from if rule.is_end_only else 0
     is_long_enough = savable.n_tokens >= max(FIRST_BLOCK_TOKENS, n_useful)
     return is_long_enough and savable.n_unsaved > SLACK_TOKENS
 
@@ -95,7 +95,7 @@ def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
     llama-server drops the oldest context checkpoints of a slot for new ones. The one at the turn start is
     gone after about ten tool calls; then all tokens behind an earlier one have to be evaluated again.
     """
-    if rule.kind is not RuleKind.RESTORE_POINTS or not isinstance(content, Known):
+    if not rule.is_restore_points or not isinstance(content, Known):
         return False
     return any(
         is_near(content.restore_points, n_cut)

@@ -12,16 +12,7 @@ from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
-from proxy.core.model import (
-    Checkpoint,
-    CheckpointId,
-    Prompt,
-    Rule,
-    RuleKind,
-    SlotId,
-    Title,
-    highest_point,
-)
+from proxy.core.model import Checkpoint, CheckpointId, Prompt, Rule, SlotId, Title, highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32
@@ -147,7 +138,7 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
     n_reachable = min(n_common, last)
     goes_on = is_whole and content.n_tail == 0 and n_common <= last
     # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
-    if rule.kind is not RuleKind.ANY_PREFIX and not goes_on:
+    if not rule.is_any_prefix and not goes_on:
         n_reachable = highest_point(content.restore_points, n_reachable)
     return n_reachable, at_most
 
@@ -313,7 +304,7 @@ def must_be_erased(
     if content.tenant != namespace:
         return True
     n_restored = content.origin.n_restored
-    if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
+    if rule.is_restore_points or n_restored == 0:
         return False
     return n_common is None or not isinstance(content, Known) or n_common < n_restored
 

@@ -324,7 +324,7 @@ def _memory_findings(
             text += f" A state under {n_least:,} tokens cannot be continued at its end."
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
         cure += "; or with --swa-full" * has_window(layout)
-        yield fine_unless(facts.rule.kind is RuleKind.END_ONLY, "memory rule", text, cure)
+        yield fine_unless(facts.rule.is_end_only, "memory rule", text, cure)
     if facts.state_bytes:
         text = (
             f"A state of {USUAL_TOKENS:,} tokens takes at most {size_in_words(facts.state_bytes)}. Saving"

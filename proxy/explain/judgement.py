@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.core.model import Outcome, Rule, RuleKind
+from proxy.core.model import Outcome, Rule
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
@@ -287,4 +287,4 @@ def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
         return Cause.CHEAPER
     if not rule.can_restore:
         return Cause.NOTHING_RESTORABLE
-    return Cause.UNKNOWN if rule.kind is RuleKind.ANY_PREFIX else Cause.NO_STATE_THERE
+    return Cause.UNKNOWN if rule.is_any_prefix else Cause.NO_STATE_THERE

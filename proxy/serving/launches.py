@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 
-from proxy.core.model import RuleKind, SlotId
+from proxy.core.model import SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import UBATCH_TOKENS, Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
@@ -181,7 +181,7 @@ class Launches:
             raise replaced()
         if turn is None:
             return await request.send(upstream, raw, on_start)
-        if self._process.rule.kind is not RuleKind.END_ONLY:
+        if not self._process.rule.is_end_only:
             # There a save begins with a cut, whose start would empty the slot that is prepared.
             await self.clear_others()
         before = await last_tasks(self._process)

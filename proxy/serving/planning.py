@@ -9,15 +9,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import BYTES_PER_TOKEN, Kind
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    CheckpointKind,
-    ExpectedState,
-    Prompt,
-    RuleKind,
-    SlotId,
-)
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, Prompt, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes, state_bytes
@@ -178,7 +170,7 @@ def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
     Of an abandoned request's slot the save tells what it holds: that need not be restored then, and may
     have points anywhere.
     """
-    content, is_whole = process.slots[slot_id].content, process.rule.kind is RuleKind.ANY_PREFIX
+    content, is_whole = process.slots[slot_id].content, process.rule.is_any_prefix
     if isinstance(content, Unknown) and content.likely and content.tenant:
         tokens, now = content.likely[:-CONTEXT_CHECKPOINT_MARGIN], time.monotonic()
         points = tuple(range(0, len(tokens), SLACK_TOKENS))
@@ -203,5 +195,5 @@ def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | 
     seconds = plan.start.displacement.delay_seconds + rates.save_seconds(size_bytes)
     seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
     tokens, expected_at = prompt.tokens[: stop.n_tokens], time.monotonic() + seconds
-    is_whole = process.rule.kind is RuleKind.ANY_PREFIX
+    is_whole = process.rule.is_any_prefix
     return ExpectedState(tokens, prompt.namespace, expected_at, size_bytes, points, is_whole)

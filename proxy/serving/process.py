@@ -24,7 +24,6 @@ from proxy.core.model import (
     Prompt,
     Quarantine,
     Rule,
-    RuleKind,
     SlotId,
     tenant_namespace,
     tenant_without_key,
@@ -281,7 +280,7 @@ class Process(Services):
 
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
-        is_far_apart = self.rule.kind is RuleKind.END_ONLY
+        is_far_apart = self.rule.is_end_only
         return after_evaluation(
             before,
             prompt,

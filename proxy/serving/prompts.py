@@ -94,7 +94,7 @@ class PromptReader:
             else:
                 tokens = await self._upstream.tokenize(prompt, headers, add_special=True)
             # A bare prompt has no messages; all but its last token is its stable part.
-            cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
+            cuts = Cuts(message_end=len(tokens) - 1) if rule.is_end_only else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text, cuts = await self._upstream.apply_template(body.raw, headers), NO_CUTS
         if goes_on := has_media(body):
@@ -224,7 +224,7 @@ class PromptReader:
         A long generation prompt (`<|im_start|>assistant`, then `<think>`) begins as every answer does. If
         llama-server itself makes a context checkpoint in that beginning, the end is there.
         """
-        is_end_only = rule.kind is RuleKind.END_ONLY
+        is_end_only = rule.is_end_only
         if not is_wanted and not is_end_only:
             return 0
         body, n_own = rendering.body, own_point(len(rendering.tokens))

@@ -16,15 +16,7 @@ from proxy.core import saving
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    CheckpointId,
-    CheckpointKind,
-    FilePart,
-    RuleKind,
-    SlotId,
-)
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, kept_after_save
 from proxy.core.tokens import Namespace, TokenIds
@@ -177,7 +169,7 @@ class Room:
         """
         process = self._process
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        if process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
+        if not process.rule.is_restore_points or not own:
             return saved, True
         cuts, rates = saving.likely_cuts(content, kind), process.rates
         others = saving.points_of_others(relatives)
