@@ -6,14 +6,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+import prometheus_client as prometheus
 
 from proxy.core.conditions import DegradationKind, State, docstrings_of_fields
 from proxy.core.eviction import Removal
@@ -44,17 +37,19 @@ def _metric(kind: Any, /, buckets: tuple[float, ...] = (), **labels: Iterable[st
 
 
 # Within a Metrics, the attribute of the same name is the metric itself.
-_counter: Callable[..., Counter] = partial(_metric, Counter)
-_gauge: Callable[..., Gauge] = partial(_metric, Gauge)
-_histogram: Callable[..., Histogram] = partial(_metric, Histogram, buckets=SECONDS)
+_counter: Callable[..., prometheus.Counter] = partial(_metric, prometheus.Counter)
+_gauge: Callable[..., prometheus.Gauge] = partial(_metric, prometheus.Gauge)
+_histogram: Callable[..., prometheus.Histogram] = partial(
+    _metric, prometheus.Histogram, buckets=SECONDS
+)
 
 
 class Metrics:
     """The metrics of one proxy, in a registry of their own; docs/metrics.md is made from them."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = prometheus.CollectorRegistry()
         self.set_gauges: Callable[[], None] = lambda: None
         for name, (words, *_) in docstrings_of_fields(Metrics).items():
             kind, options, labels = vars(Metrics)[name]
@@ -66,7 +61,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         self.set_gauges()
-        return generate_latest(self.registry)
+        return prometheus.generate_latest(self.registry)
 
     requests = _counter(outcome=Outcome)
     """Generation requests answered, by how their prompt was reused: hit (all that was expected),

@@ -20,6 +20,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from proxy.cli import command
+from proxy.cli.command import RunningProxy
 from proxy.core.rates import seconds_in_words
 from proxy.explain.views import MOST_SECONDS, TRACED_TOKENS, TracedRequest
 
@@ -35,7 +36,7 @@ def trace() -> None:
 @click.argument("file", type=command.FILE, callback=command.agree_to_write)
 @command.yes_option
 @command.with_proxy
-def export(proxy: command.RunningProxy, file: Path) -> None:
+def export(proxy: RunningProxy, file: Path) -> None:
     """Write the last requests into FILE, without any text.
 
     \b
@@ -103,7 +104,7 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
     Prompts are made up: blocks with equal numbers are equal texts, of about 512 tokens of this model.
     Requests are sent at their times, whether or not earlier answers have come.
     """
-    tell(send_all(_read(file), command.RunningProxy(url, api_key, is_admin=False), model, speed))
+    tell(send_all(_read(file), RunningProxy(url, api_key, is_admin=False), model, speed))
 
 
 _N_AT_ONCE, _ERRORS = 64, range(400, 600)
@@ -112,7 +113,7 @@ _Sent = tuple[int, int, float]
 
 
 def send_all(
-    trace: Sequence[TracedRequest], server: command.RunningProxy, model: str, speed: float = 0.0
+    trace: Sequence[TracedRequest], server: RunningProxy, model: str, speed: float = 0.0
 ) -> dict[str, float]:
     """Send the requests of a trace to any server; return the figures, beside the share that can be reused.
 
@@ -155,11 +156,7 @@ def send_all(
 
 
 def _send(
-    server: command.RunningProxy,
-    model: str,
-    text: str,
-    n_answer: int,
-    refusals: Sequence[int] = _ERRORS,
+    server: RunningProxy, model: str, text: str, n_answer: int, refusals: Sequence[int] = _ERRORS
 ) -> _Sent | None:
     """Send one request; return None if it was refused with one of *refusals*, exit at another."""
     length = {"max_tokens": max(1, n_answer), "ignore_eos": True, "temperature": 0}
@@ -253,7 +250,7 @@ _MACHINE = (
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
 @command.yes_option
 @command.with_proxy
-def bench(proxy: command.RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:
+def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:
     """Measure this machine, and write a report for the project.
 
     \b

@@ -62,6 +62,12 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     return hashes
 
 
+def hash_steps(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> list[PrefixHash]:
+    """Return the hash of each prefix of *n_tokens*, whole blocks, twice as many and so on."""
+    first, step = count_blocks(n_tokens) - 1, n_tokens // BLOCK_TOKENS
+    return hash_prefixes(namespace, tokens)[first::step]
+
+
 def hash_whole(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> PrefixHash:
     """Return the hash of the first *n_tokens*, wherever a block ends; no hash of blocks equals it."""
     whole = xxhash.xxh3_128(namespace + n_tokens.to_bytes(4))

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
 from tempfile import TemporaryDirectory
@@ -39,7 +39,8 @@ from proxy.serving.shared import new_shared, quarantined_in_words
 from proxy.settings import Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
-from proxy.store.known_models import Owner, owners, read_index
+from proxy.store.index import Index
+from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore
 
 Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
@@ -124,6 +125,19 @@ def _examine_directory(setup: Setup) -> Stored:
     setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
     setup.quarantined = quarantined_in_words(checkpoints)
     return checkpoints, known
+
+
+def read_index(directory: Path) -> Stored:
+    """Return the checkpoints in an index and the owners of their namespaces; nothing if there is no index.
+
+    Leaves no trace. Raises StoreFault if the index cannot be read, is damaged or has another format. Not
+    for an index that this process has open: LMDB forbids opening it twice.
+    """
+    if not (directory / "index" / "data.mdb").exists():
+        return [], {}
+    with TemporaryDirectory() as scratch:
+        with closing(Index(directory / "index", scratch=Path(scratch))) as index:
+            return index.all(), dict(owners(index))
 
 
 async def reach(

@@ -38,7 +38,6 @@ class Account:
     is_degraded: bool = False
     failure: Cause | None = None
     restore_seconds: float = 0.0
-    fetch_seconds: float = 0.0
     saved_seconds: float | None = None
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
@@ -49,12 +48,12 @@ class Account:
         self.n_evaluated += timings.prompt_n
         self.evaluation_seconds += timings.prompt_ms / 1000
 
-    def value(self, rates: Rates) -> None:
-        """Note the seconds that the reuse saved, if speeds were measured."""
+    def value(self, rates: Rates, fetch_seconds: float) -> None:
+        """Note the seconds that the reuse saved, if speeds were measured; a fetch came before it."""
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
+            self.saved_seconds = whole - rest - self.restore_seconds - fetch_seconds
 
     def move(self, plan: Plan) -> None:
         """Go on by another plan; the next reply tells what the slot held before."""

@@ -19,7 +19,7 @@ from msgspec import Meta
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Outcome, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
-from proxy.core.tokens import BLOCK_TOKENS, Namespace, count_blocks, hash_prefixes, hash_whole
+from proxy.core.tokens import Namespace, hash_steps, hash_whole
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
@@ -368,8 +368,7 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def traced(at: float, prompt: Prompt, n_answer: int) -> TracedRequest:
     """Return a request that came *at* so many seconds since 1970, with hashes in place of its tokens."""
     namespace, tokens = prompt.namespace, prompt.tokens
-    first, step = count_blocks(TRACED_TOKENS) - 1, TRACED_TOKENS // BLOCK_TOKENS
-    hashes = hash_prefixes(namespace, tokens)[first::step]
+    hashes = hash_steps(namespace, tokens, TRACED_TOKENS)
     if len(tokens) % TRACED_TOKENS:
         hashes.append(hash_whole(namespace, tokens, len(tokens)))
     ids = array("Q", [int.from_bytes(each[:8]) for each in hashes])

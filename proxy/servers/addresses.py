@@ -307,16 +307,12 @@ class Addresses:
     """The llama-servers and hosts of models behind one proxy."""
 
     def __init__(
-        self,
-        settings: Settings,
-        shared: Shared,
-        roots: Sequence[LlamaServer],
-        launch: Launch | None,
+        self, settings: Settings, shared: Shared, roots: list[LlamaServer], launch: Launch | None
     ) -> None:
         """With a *launch*, llama-server is being started with it: the first requests wait for that."""
         self.settings = settings
         self._shared = shared
-        self._roots = list(roots)
+        self._roots = roots
         self._launch = launch
         self._running = Tasks()
         self._plain: list[Server] = []

@@ -48,6 +48,8 @@ from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import Request
 from proxy.tasks import Turn, wait_for
 
+Read = Callable[[], Coroutine[Any, Any, None]]
+
 _FIRST_TOKEN_SECONDS = 0.2
 _LONG_WAIT_SECONDS = 0.05
 """Once a request has waited this long for a slot, another llama-server process may be there."""
@@ -67,13 +69,7 @@ class CachedRequest:
     _reading: "asyncio.Task[None] | None" = None
     _is_sent = False
 
-    def __init__(
-        self,
-        process: Process,
-        request: Request,
-        turn: Turn | None,
-        read: Callable[[], Coroutine[Any, Any, None]],
-    ) -> None:
+    def __init__(self, process: Process, request: Request, turn: Turn | None, read: Read) -> None:
         """*read* reads the prompt of a request that extends what a slot holds."""
         assert request.prompt is not None and request.body is not None
         self._process = process
@@ -106,7 +102,6 @@ class CachedRequest:
         )
         with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
-            self._account.fetch_seconds = self._request.fetch_seconds
             self._request.account, self._request.foresee = self._account, self._foresee
             if not self._extended:
                 self._note_planned()
@@ -420,7 +415,7 @@ class CachedRequest:
                 held = self._held(process.slots[slot_id].content, answer.timings)
                 process.slots.set_content(slot_id, planning.as_kept(self._request, held))
             self._save_now()
-            account.value(process.rates)
+            account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):
                 judgement = self._inquiry.judge(account, self._request.id)
@@ -465,7 +460,6 @@ class CachedRequest:
         return process.content_after(before, prompt, timings.predicted_n)
 
     def _disagree(self, n_really: int) -> None:
-        self._process.metrics.tokenization_disagreements.inc()
         self._process.disable_shape(self._prompt.shape)
         self._process.tasks.start(self._enable_if_misread())
         get_logger("cache").warning(

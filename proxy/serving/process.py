@@ -232,6 +232,7 @@ class Process(Services):
 
     def disable_shape(self, shape: str) -> None:
         """Serve requests of this shape uncached: their tokens were predicted wrongly."""
+        self.metrics.tokenization_disagreements.inc()
         self.disabled_shapes.add(shape)
         self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
 

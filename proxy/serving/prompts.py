@@ -19,7 +19,7 @@ from cachetools import LRUCache, TTLCache
 
 from proxy.core.cuts import own_point
 from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_system, text_of
-from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
+from proxy.core.model import NO_CUTS, NO_RULE, Cuts, Prompt, Rule
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
@@ -102,17 +102,17 @@ class PromptReader:
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
-        kind = rule.kind if len(tokens) < self._n_ctx else RuleKind.NOTHING
+        rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if goes_on:
             cuts = Cuts(await self._header(rendering))
-        elif kind is RuleKind.ANY_PREFIX and self._shares_headers:
+        elif rule.is_any_prefix and self._shares_headers:
             # Other sessions share header and surroundings; no other boundary needs a cut.
             newest = len(body.messages) - 1 if body.messages else None
             header, surroundings = await asyncio.gather(
                 self._header(rendering), self._surroundings(rendering, newest)
             )
             cuts = Cuts(header, surroundings=surroundings)
-        elif kind not in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
+        elif rule.can_restore and not rule.is_any_prefix:
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text, goes_on=goes_on)
 
@@ -224,15 +224,14 @@ class PromptReader:
         A long generation prompt (`<|im_start|>assistant`, then `<think>`) begins as every answer does. If
         llama-server itself makes a context checkpoint in that beginning, the end is there.
         """
-        is_end_only = rule.is_end_only
-        if not is_wanted and not is_end_only:
+        if not is_wanted and not rule.is_end_only:
             return 0
         body, n_own = rendering.body, own_point(len(rendering.tokens))
         plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
         n_end = min(
             await self._cut_at_ending(rendering, b"end", "", plain), len(rendering.tokens) - 1
         )
-        if is_end_only or n_own <= n_end:
+        if rule.is_end_only or n_own <= n_end:
             return n_end
         talk = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
         answered = with_messages(body, [*body.messages, *talk])

@@ -227,7 +227,6 @@ class Room:
             return None
         # Another client's request would hardly have left exactly as many tokens.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
-            self._process.metrics.tokenization_disagreements.inc()
             self._process.disable_shape(content.shape)
             return "the file's tokens are not those that were predicted"
         self._process.metrics.drift.inc()

@@ -18,16 +18,7 @@ import msgspec
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.tokens import (
-    BLOCK_TOKENS,
-    Namespace,
-    PrefixHash,
-    TokenIds,
-    count_blocks,
-    hash_prefixes,
-    hash_whole,
-    token_ids,
-)
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_steps, hash_whole, token_ids
 from proxy.errors import SettingsError, StateDamaged, in_words
 from proxy.store.index import Entry
 from proxy.store.known_models import Owner
@@ -114,12 +105,7 @@ def meta_of(
     seed = Namespace(bytes.fromhex(namespace))
     points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
-    return Meta(told, owner, list(steps(seed, tokens)), points, host)
-
-
-def steps(seed: Namespace, tokens: TokenIds) -> list[PrefixHash]:
-    """Return the hashes of the prefixes of STEP_TOKENS, twice as many and so on."""
-    return hash_prefixes(seed, tokens)[count_blocks(STEP_TOKENS) - 1 :: STEP_TOKENS // BLOCK_TOKENS]
+    return Meta(told, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, host)
 
 
 def decode_meta(data: bytes) -> Meta:

@@ -22,7 +22,7 @@ from proxy.core.eviction import Present
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, keyed_tenant
 from proxy.core.rates import Transfer
 from proxy.core.sharing import UNMEASURED, after_transfer
-from proxy.core.tokens import Namespace, TokenIds, hash_whole
+from proxy.core.tokens import Namespace, TokenIds, hash_steps, hash_whole
 from proxy.errors import CacheFault, IndexDamaged, SharedStoreFault
 from proxy.health import Degradations, Faults
 from proxy.log import get_logger
@@ -167,7 +167,7 @@ class Remote:
         seed = Namespace(bytes.fromhex(folder))
         refused = self.refused.union(c.shared_id for c in self.store.quarantined)
         digest = cache(partial(hash_whole, seed, tokens))
-        reaching = self.index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
+        reaching = self.index.reaching(hash_steps(seed, tokens, objects.STEP_TOKENS), _MAX_FOUND)
         for checkpoint_id, n_steps in reaching.items():
             record = self.index.record(checkpoint_id)
             if record is None or record.namespace != namespace or record.shared_id in refused:

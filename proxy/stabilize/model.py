@@ -269,12 +269,11 @@ COUNT = re.compile(r"(?<![A-Za-z0-9])\d+(?:[.,]\d+)*(?![A-Za-z0-9])")
 
 
 class Draft:
-    """A request that is being rewritten: stabilizers read and set `body`, and add to `lessons`.
-
-    `messages_of` must have accepted the body.
-    """
+    """A request that is being rewritten: stabilizers read and set `body`, and add to `lessons`."""
 
     def __init__(self, route: Route, body: Json, memory: Memory, facts: RequestFacts) -> None:
+        """Raises UnknownShape if the messages are no list of objects."""
+        messages_of(route, body)
         self.route = route
         self.body = body
         self.memory = memory

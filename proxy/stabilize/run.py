@@ -15,16 +15,7 @@ from msgspec.json import encode
 from proxy.core.messages import CONVERSATIONS, Route, UnknownShape
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
-from proxy.stabilize.model import (
-    Draft,
-    Json,
-    Marks,
-    Memory,
-    Name,
-    RequestFacts,
-    messages_of,
-    why_failed,
-)
+from proxy.stabilize.model import Draft, Json, Marks, Memory, Name, RequestFacts, why_failed
 
 # The sticky stabilizers need the key of a conversation. So the key depends on the changes of stabilizers
 # before them, and must not depend on the changes of later ones. `inline_reasoning` comes last, because the
@@ -106,11 +97,12 @@ def stabilize(
 
     *seen* comes from an earlier request of the same tenant under the same switches.
     """
-    result, draft = Stabilized(body), Draft(route, body, memory, facts)
+    result = Stabilized(body)
     try:
-        messages = messages_of(route, body)
+        draft = Draft(route, body, memory, facts)
     except UnknownShape:
         return result  # llama-server will refuse it
+    messages = draft.messages
     names = [n for n in Name if n in switches and route in _ROUTES.get(n, CONVERSATIONS)]
     n_seen = common_prefix_length(seen.messages, messages)
     changes = {index: change for index, change in seen.changes.items() if index < n_seen}

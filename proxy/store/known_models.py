@@ -5,20 +5,11 @@ the model, which is known without evaluating anything, beside the canary that th
 """
 
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 import xxhash
 
-from proxy.core.model import (
-    Checkpoint,
-    KnownNamespace,
-    choose_namespace,
-    is_same_canary,
-    tenant_namespace,
-)
+from proxy.core.model import KnownNamespace, choose_namespace, is_same_canary, tenant_namespace
 from proxy.core.tokens import Namespace
 from proxy.store.index import Index
 
@@ -46,19 +37,6 @@ def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
             model = Namespace(known.id)
             for tenant in {b"", *known_tenants(index, model)}:
                 yield tenant_namespace(model, tenant), Owner(static, known, tenant)
-
-
-def read_index(directory: Path) -> tuple[list[Checkpoint], dict[Namespace, Owner]]:
-    """Return the checkpoints in an index and the owners of their namespaces; nothing if there is no index.
-
-    Leaves no trace. Raises StoreFault if the index cannot be read, is damaged or has another format. Not
-    for an index that this process has open: LMDB forbids opening it twice.
-    """
-    if not (directory / "index" / "data.mdb").exists():
-        return [], {}
-    with TemporaryDirectory() as scratch:
-        with closing(Index(directory / "index", scratch=Path(scratch))) as index:
-            return index.all(), dict(owners(index))
 
 
 def model_names(index: Index) -> dict[Namespace, str]:

@@ -21,17 +21,11 @@ from proxy.core.model import (
     tenant_namespace,
 )
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
+from proxy.doctor.examination import read_index
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store.files import seal_of
 from proxy.store.index import Index, sound_file
-from proxy.store.known_models import (
-    Owner,
-    introduce,
-    namespaces_name,
-    owners,
-    read_index,
-    tenants_name,
-)
+from proxy.store.known_models import Owner, introduce, namespaces_name, owners, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
 from tests.store.damage import (

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from proxy.core.model import KnownNamespace
+from proxy.doctor.examination import read_index
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import LOCK_NAME, keep_proxies_out
 from proxy.store.index import Index
-from proxy.store.known_models import Owner, introduce, read_index
+from proxy.store.known_models import Owner, introduce
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, new_state, opened, run_of
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from proxy.core.tokens import Namespace, token_ids
+from proxy.core.tokens import Namespace, hash_steps, token_ids
 from proxy.metrics import PREFIX
 from proxy.shared import objects
 from tests.bench.moving import new_folder
@@ -111,7 +111,7 @@ def _multiply(bucket: Path) -> int:
         told = replace(
             meta.checkpoint, n_tokens=N_TOKENS, header=0, turn_start=0, marks=(), restore_points=()
         )
-        hashes = list(map(bytes, objects.steps(seed, tokens)))
+        hashes = list(map(bytes, hash_steps(seed, tokens, objects.STEP_TOKENS)))
         made = objects.Meta(told, meta.owner, hashes, {})
         shared_id = objects.new_id(time.time() - number, token_hex(4), token_hex(8))
         data = msgspec.msgpack.encode(made)
