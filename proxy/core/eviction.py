@@ -35,16 +35,7 @@ from math import inf
 import xxhash
 
 from proxy.core.cuts import SLACK_TOKENS, is_near
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    CheckpointId,
-    CheckpointKind,
-    Family,
-    Rule,
-    Title,
-    highest_point,
-)
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Family, Rule
 from proxy.core.rates import Rates
 from proxy.core.tokens import (
     BLOCK_TOKENS,
@@ -86,17 +77,6 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
     if checkpoint.kind in _OF_NO_SESSION:
         return Family(header_id)
     return Family(header_id, id_of(tokens))
-
-
-def title_of(title: Title, family: Family, relatives: Iterable[Candidate]) -> Title:
-    """Return the title of a new checkpoint: that of its session if its own is not known.
-
-    A state that several sessions share has no words.
-    """
-    if not family.session_id:
-        return title._replace(words="")
-    known = (r.checkpoint for r in relatives)
-    return title if any(title) else next((c.title for c in known if c.family == family), title)
 
 
 def _share_session(relative: Candidate, own_cuts: Iterable[int], n_header: int) -> bool:
@@ -176,7 +156,6 @@ def lost_without(
 
 def _destinations(checkpoint: Checkpoint) -> list[tuple[int, CheckpointKind]]:
     """Return the cuts of a state that requests return to, in blocks, ascending."""
-    points = (*checkpoint.restore_points, checkpoint.n_tokens)
     # The end of generated tokens is no turn start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
@@ -185,7 +164,7 @@ def _destinations(checkpoint: Checkpoint) -> list[tuple[int, CheckpointKind]]:
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),
     ):
-        point = n_cut if checkpoint.has_every_position else highest_point(points, n_cut)
+        point = checkpoint.end_within(n_cut)
         is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
         if is_held and n_cut <= checkpoint.n_tokens:
             cuts[count_blocks(point)] = kind

@@ -171,6 +171,11 @@ class Checkpoint:
         """The parts of the file: a single part if only the whole file has a checksum."""
         return self.parts or (FilePart(self.size_bytes, bytes.fromhex(self.checksum)),)
 
+    def end_within(self, n_tokens: int) -> int:
+        """Return where this state can be continued at the latest within the first *n_tokens*; else 0."""
+        ends = (*self.restore_points, self.n_tokens)
+        return n_tokens if self.has_every_position else highest_point(ends, n_tokens)
+
     def may_stem_from(self, damaged: "Checkpoint") -> bool:
         """Return whether this state may derive from a *damaged* file that was restored.
 
@@ -189,6 +194,17 @@ class Candidate:
     checkpoint: Checkpoint
     n_common: int
     is_warm: bool = False
+
+
+def title_of(title: Title, family: Family, relatives: Iterable[Candidate]) -> Title:
+    """Return the title of a new checkpoint: that of its session if its own is not known.
+
+    A state that several sessions share has no words.
+    """
+    if not family.session_id:
+        return title._replace(words="")
+    known = (r.checkpoint for r in relatives)
+    return title if any(title) else next((c.title for c in known if c.family == family), title)
 
 
 @dataclass(frozen=True, slots=True)

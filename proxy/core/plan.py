@@ -34,17 +34,7 @@ from proxy.core.model import (
     usable_tokens,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import (
-    Content,
-    Known,
-    Slot,
-    SlotPhase,
-    Unknown,
-    live_reuse,
-    must_be_erased,
-    n_busy,
-    shared_tokens,
-)
+from proxy.core.slots import Known, Slot, Unknown, live_reuse, must_be_erased, n_busy, shared_tokens
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -185,6 +175,10 @@ class Situation:
     sizes: Sequence[saving.StateSize] = ()
     expected: tuple[ExpectedState, ...] = ()
 
+    @property
+    def n_busy(self) -> int:
+        return n_busy(self.slots)
+
 
 def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     """Return the cheapest plan over the free slots of *now*; None means that the request waits."""
@@ -197,13 +191,11 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
-    order = {
-        slot.id: (not _has_brief(slot.content, prompt), slot.used_at, slot.id) for slot in free
-    }
+    order = {slot.id: (not _has_brief(slot, prompt), slot.used_at, slot.id) for slot in free}
     options.sort(key=lambda o: (o.total_seconds, order[o.slot_id]))
     best = _steadiest(options)
     n_enough = best.n_reused + WORTH_WAITING_TOKENS
-    closing = (slot for slot in now.slots if slot.phase is SlotPhase.CLOSING)
+    closing = (slot for slot in now.slots if slot.is_closing)
     if any(promised_tokens(prompt, now, slot) > n_enough for slot in closing):
         return None
     if any(_is_done_sooner(prompt, now, state, best) for state in now.expected):
@@ -212,8 +204,9 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     return _plan(prompt, now, [best, *options], shared)
 
 
-def _has_brief(content: Content, prompt: Prompt) -> bool:
+def _has_brief(slot: Slot, prompt: Prompt) -> bool:
     """Return whether the brief chat that a prompt goes on with, whose tokens were not read, ended there."""
+    content = slot.content
     if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
         return False
     return bool(content.brief) and prompt.conversation.startswith(content.brief)
@@ -280,7 +273,7 @@ def displace(
     saves = (
         n_lost > MAX_LOST_TOKENS
         and saving.is_write_back_due(now.rule, content)
-        and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + n_busy(now.slots))
+        and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
     )
     delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
     remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)

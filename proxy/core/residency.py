@@ -35,17 +35,7 @@ from proxy.core.messages import Conversation
 from proxy.core.model import Prompt, Rule, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import (
-    Content,
-    Empty,
-    Known,
-    Slot,
-    SlotPhase,
-    Unknown,
-    must_be_erased,
-    n_busy,
-    shared_tokens,
-)
+from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown, must_be_erased, shared_tokens
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
@@ -136,7 +126,7 @@ def make_offer(
     *n_waiting* requests wait there already, and *n_ahead* requests were sent there before this one.
     """
     plan = plan_request(prompt, now) if may_start else None
-    soon = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.phase is SlotPhase.CLOSING]
+    soon = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
     n_promised, slot = max(soon, key=lambda each: each[0], default=(0, None))
     if plan is not None:
         n_reused, seconds = plan.start.n_reused, plan.start.total_seconds
@@ -146,7 +136,7 @@ def make_offer(
     else:
         shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
         n_reused, seconds = max(shared, default=0), inf
-    n_slots, n_used = max(1, len(now.slots)), n_busy(now.slots) + n_ahead
+    n_slots, n_used = max(1, len(now.slots)), now.n_busy + n_ahead
     return Offer(seconds if n_used < n_slots else inf, n_reused, (n_used + n_waiting) / n_slots)
 
 
@@ -290,12 +280,13 @@ def choose_slot_for_brief(
         goes_on = isinstance(content, Unknown) and conversation.n_behind(content.brief) > 0
         return not goes_on, not isinstance(content, Empty), slot.used_at
 
-    def costs_nothing(content: Content) -> bool:
+    def costs_nothing(slot: Slot) -> bool:
+        content = slot.content
         if isinstance(content, Unknown):
             return bool(content.brief) and content.tenant == namespace
         return isinstance(content, Empty)
 
-    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot.content))
+    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot))
     return min(free, key=order, default=None)
 
 

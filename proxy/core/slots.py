@@ -180,6 +180,10 @@ class Slot:
         return self.phase is not SlotPhase.FREE
 
     @property
+    def is_closing(self) -> bool:
+        return self.phase is SlotPhase.CLOSING
+
+    @property
     def n_held(self) -> int:
         """How many tokens it holds, or is about to hold, as far as they are known."""
         n_known = self.content.n_tokens if isinstance(self.content, Known) else 0

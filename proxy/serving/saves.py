@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from proxy.core import slots
 from proxy.core.conditions import DegradationKind
-from proxy.core.eviction import Removal, family_of, superseded, title_of
-from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save
+from proxy.core.eviction import Removal, family_of, superseded
+from proxy.core.model import Checkpoint, CheckpointKind, SlotId, after_save, title_of
 from proxy.core.saving import at_savable_point, is_write_back_due
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown
 from proxy.core.tokens import FIRST_BLOCK_TOKENS

@@ -28,7 +28,7 @@ from proxy import __version__
 from proxy.core.eviction import Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.slots import Known, Slot, SlotPhase, state_of
+from proxy.core.slots import Known, Slot, state_of
 from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
 from proxy.explain import views
 from proxy.health import Degradation
@@ -418,7 +418,7 @@ def _describe_slot(slot: Slot) -> dict[str, Any]:
     return {
         "id": slot.id,
         "state": state_of(slot),
-        "is_closing": slot.phase is SlotPhase.CLOSING,
+        "is_closing": slot.is_closing,
         "n_tokens": known.n_tokens if known else 0,
         "n_unsaved": known.n_unsaved if known else 0,
         "n_coming": len(slot.destined) if slot.destined is not None else 0,

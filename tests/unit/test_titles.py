@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.core.eviction import title_of
-from proxy.core.model import Checkpoint, Family, Title
+from proxy.core.model import Checkpoint, Family, Title, title_of
 from proxy.explain.sketch import words_of
 from proxy.explain.views import client_name
 from tests.unit.builders import candidate, checkpoint
