@@ -110,9 +110,8 @@ async def _serve_until_told(
             log.info("serving", **of, says="" if run_server else says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
             if run_server is not None:
-                running = asyncio.ensure_future(
-                    run_server(proxy.pool.are_met, f"ready: {listeners}")
-                )
+                keeps_running = run_server(proxy.pool.are_met, f"ready: {listeners}")
+                running = asyncio.ensure_future(keeps_running)
                 awaited.add(running)
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -280,9 +279,8 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if process.has_amx() and any(has_key(model, RECURRENT_KEY) for model in models):
         keep_slots_apart(launch, given, known)
     if "--models-preset" in given:
-        let_presets_win(
-            launch, {n: o.environment for o in options if o.environment for n in o.names}
-        )
+        variables = {n: o.environment for o in options if o.environment for n in o.names}
+        let_presets_win(launch, variables)
     return launch
 
 

@@ -398,9 +398,8 @@ def _permission_finding(setup: Setup) -> Finding:
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     """Return whether another state fits on the disk; stored ones make room for it."""
-    needed = (
-        max((facts.state_bytes for facts in setup.llama_servers), default=0) or LEAST_FREE_BYTES
-    )
+    largest = max((facts.state_bytes for facts in setup.llama_servers), default=0)
+    needed = largest or LEAST_FREE_BYTES
     store = (setup.health or {}).get("store") or {}
     stored_bytes = setup.used_bytes or store.get("size_bytes", 0)
     usable = free_bytes + stored_bytes - setup.reserve_bytes

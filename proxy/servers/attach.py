@@ -259,6 +259,7 @@ def _static(identity: Identity, state: StateFile) -> str:
 async def _recognize(process: Process, identity: Identity, canary: list[tuple[int, float]]) -> None:
     """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
+    directory = str(store.files.directory)
     for namespace, checkpoint in {c.namespace: c for c in store}.items():
         owner = owned.get(namespace)
         if owner is None or not model.choose_namespace([owner.known], canary):
@@ -270,11 +271,9 @@ async def _recognize(process: Process, identity: Identity, canary: list[tuple[in
             for process.saves_context_checkpoints in (True, False):
                 known = process.known(RULE, Rule)
                 if known and owner.static == _static(identity, state):
-                    process.degrade(
-                        DegradationKind.DIRECTORY_IS_READ_ONLY, str(store.files.directory)
-                    )
+                    process.degrade(DegradationKind.DIRECTORY_IS_READ_ONLY, directory)
                     return await process.learn_rule(known)
-    raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, str(store.files.directory))
+    raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, directory)
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:

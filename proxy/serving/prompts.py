@@ -228,9 +228,8 @@ class PromptReader:
             return 0
         body, n_own = rendering.body, own_point(len(rendering.tokens))
         plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
-        n_end = min(
-            await self._cut_at_ending(rendering, b"end", "", plain), len(rendering.tokens) - 1
-        )
+        n_end = await self._cut_at_ending(rendering, b"end", "", plain)
+        n_end = min(n_end, len(rendering.tokens) - 1)
         if rule.is_end_only or n_own <= n_end:
             return n_end
         talk = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))

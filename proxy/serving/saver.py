@@ -253,9 +253,8 @@ class Room:
             detail = f"{path}: {error.strerror}"
             raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
-            raise errors.CacheFault(
-                f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}"
-            )
+            told = f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}"
+            raise errors.CacheFault(told)
         return SavedSlot(name, state, parts, stamp, seconds)
 
     @asynccontextmanager
