@@ -204,7 +204,7 @@ def slot_to_extend(
     case: a wrong choice costs tokens, never an answer. Unless *is_pinned*, llama-server chooses the slot
     that the request runs in.
     """
-    if not (rule.is_any_prefix or rule.is_restore_points):
+    if rule.is_end_only or not rule.can_restore:
         return None  # under *end only* a prompt needs a stop at its last cut
 
     def n_held(slot: Slot, tokens: TokenIds) -> int:

@@ -308,7 +308,7 @@ def must_be_erased(
     if content.tenant != namespace:
         return True
     n_restored = content.origin.n_restored
-    if rule.is_restore_points or n_restored == 0:
+    if n_restored == 0 or rule.is_restore_points:
         return False
     return n_common is None or not isinstance(content, Known) or n_common < n_restored
 

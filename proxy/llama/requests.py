@@ -215,7 +215,7 @@ def chat_form(
     route: Route, body: GenerationBody | None
 ) -> tuple[GenerationBody | None, str | None]:
     """Return the body whose prompt can be read, or why there is none."""
-    if (reason := bypass_reason(route, body)) or body is None:
+    if (reason := _bypass_reason(route, body)) or body is None:
         return None, reason
     if route is Route.COMPLETION:
         return body, None
@@ -223,8 +223,14 @@ def chat_form(
         chat = as_chat_body(route, body)
     except UnknownShape as why:
         return None, str(why)
-    reason = chat_reason(chat)
-    return (None, reason) if reason else (chat, None)
+    messages = list_of(chat.fields.get("messages"))
+    if not messages:
+        return None, "no messages"
+    if not all(isinstance(message, dict) for message in messages):
+        return None, "malformed messages"
+    if not _kinds_of_parts(chat) <= {"text", *_MEDIA}:
+        return None, "media in the request"
+    return chat, None
 
 
 def n_completions(body: GenerationBody) -> int:
@@ -233,10 +239,10 @@ def n_completions(body: GenerationBody) -> int:
     return int(n) if isinstance(n, int | float) and n > 1 else 1
 
 
-def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
-    """Return why a request's prompt is not to be looked up, or None if it is.
+def _bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
+    """Return why a prompt is not to be looked up, or None if it may be; messages are not judged here.
 
-    Messages are judged in their chat form (`chat_reason`). llama-server drops all flags of /v1/messages.
+    llama-server drops all flags of /v1/messages.
     """
     if route in (Route.PINNED, Route.UNPINNED):
         return f"{route} route"
@@ -252,18 +258,6 @@ def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
     if body.fields.get("cache_prompt") is False:
         return "cache_prompt is false"
     return _prompt_reason(body.fields.get("prompt")) if route is Route.COMPLETION else None
-
-
-def chat_reason(body: GenerationBody) -> str | None:
-    """Return why the prompt of a body in the chat form is not to be looked up, or None if it is."""
-    messages = body.fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return "no messages"
-    if not all(isinstance(message, dict) for message in messages):
-        return "malformed messages"
-    if not _kinds_of_parts(body) <= {"text", *_MEDIA}:
-        return "media in the request"
-    return None
 
 
 def has_media(body: GenerationBody) -> bool:

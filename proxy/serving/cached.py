@@ -159,14 +159,14 @@ class CachedRequest:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
         if self._process.launches.must_wait(self._prompt.n_tokens):
             return None
-        plan = self._plan_now()
+        if self._extended:
+            plan = planning.plan_to_extend(self._process, self._extended)
+        else:
+            plan = planning.plan_behind_media(self._process, self._request) or self._plan_now()
         return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None
 
     def _plan_now(self) -> Plan | None:
-        if self._extended:
-            return planning.plan_to_extend(self._process, self._extended)
-        if plan := planning.plan_behind_media(self._process, self._request):
-            return plan
+        """Look the prompt up; return the cheapest plan, whose checkpoint cannot be evicted from now on."""
         began = time.perf_counter()
         self._kept.close()
         now = planning.situation(self._process, self._prompt)

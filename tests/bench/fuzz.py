@@ -29,8 +29,7 @@ from proxy.llama.answers import AnswerReader, TrueUsage
 from proxy.llama.files import read_state_file
 from proxy.llama.requests import (
     as_chat_body,
-    bypass_reason,
-    chat_reason,
+    chat_form,
     conversation_of,
     header_request,
     model_named,
@@ -165,13 +164,11 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         pin(body, 0)  # type: ignore[arg-type]
         with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to
             header_request(route, body, is_whole=False)
-        if bypass_reason(route, body) is None and route is not Route.COMPLETION:
-            with suppress(UnknownShape):
-                chat = as_chat_body(route, body)
-                if chat_reason(chat) is None:
-                    chat.shape("/v1/x")
-                    conversation_of(chat)
-                    last_user_index(chat)
+        chat, _ = chat_form(route, body)
+        if chat is not None and route is not Route.COMPLETION:
+            chat.shape("/v1/x")
+            conversation_of(chat)
+            last_user_index(chat)
 
     return read
 

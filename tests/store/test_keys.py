@@ -13,6 +13,8 @@ import xxhash
 from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
 from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault
+from proxy.health import Faults
+from proxy.metrics import Metrics
 from proxy.servers import attach
 from proxy.serving.tenants import note_tenant
 from proxy.store.directory import SECRET_NAME
@@ -132,6 +134,7 @@ async def test_models_and_tenants_that_are_met_at_the_same_time_are_all_known(
             can_cache=True,
             model_namespace=MODEL,
             store=store,
+            faults=Faults(Metrics()),
             tenant_here=lambda tenant: tenant,
         )
         request: Any = SimpleNamespace(tenant=tenant)

@@ -12,9 +12,8 @@ from proxy.core.messages import Route
 from proxy.core.model import SlotId
 from proxy.llama.requests import (
     GenerationBody,
-    bypass_reason,
     cache_wishes,
-    chat_reason,
+    chat_form,
     is_too_deep,
     leading_system,
     n_completions,
@@ -175,7 +174,7 @@ def test_pin_of_any_body_changes_only_the_owned_fields(
 
 @pytest.mark.parametrize("route", [Route.PINNED, Route.UNPINNED])
 def test_bypass_reason_of_a_route_whose_prompt_is_not_read_names_it(route: Route) -> None:
-    assert bypass_reason(route, body(CHAT)) == f"{route} route"
+    assert chat_form(route, body(CHAT))[1] == f"{route} route"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_bypass_reason_of_a_route_whose_prompt_is_not_read_names_it(route: Route
 )
 def test_bypass_reason_of_a_chat_is_named(changes: dict[str, Any], reason: str | None) -> None:
     chat = body({**CHAT, **changes})
-    assert (bypass_reason(Route.CHAT, chat) or chat_reason(chat)) == reason
+    assert chat_form(Route.CHAT, chat) == (None if reason else chat, reason)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +221,11 @@ def test_bypass_reason_of_a_chat_is_named(changes: dict[str, Any], reason: str |
     ],
 )
 def test_bypass_reason_of_a_prompt_is_named(prompt: Any, reason: str | None) -> None:
-    assert bypass_reason(Route.COMPLETION, body({"prompt": prompt})) == reason
+    assert chat_form(Route.COMPLETION, body({"prompt": prompt}))[1] == reason
 
 
 def test_bypass_reason_of_an_unreadable_body_is_named() -> None:
-    assert bypass_reason(Route.CHAT, None) == "body is not a JSON object"
+    assert chat_form(Route.CHAT, None) == (None, "body is not a JSON object")
 
 
 @pytest.mark.parametrize(

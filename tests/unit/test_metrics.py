@@ -70,7 +70,7 @@ def test_stages_of_faults_in_the_code_are_all_declared() -> None:
         for node in ast.walk(module)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("record", "count")
+        and node.func.attr in ("record", "suppressed", "count")
         and ast.unparse(node.func.value).endswith("faults")
         and isinstance(node.args[0], ast.Constant)
     }
