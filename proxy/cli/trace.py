@@ -122,9 +122,8 @@ def send_all(
     # Enough words to measure how many tokens a word has.
     probe = TracedRequest(0, 1024, 1, (-1, -2))
     if (tried := _send(server, model, words_for(probe, {}, 1.0), 1, refusals=())) is None:
-        command.fail(
-            f"{server.url} gives no answer that counts its tokens", command.Exit.UNAVAILABLE
-        )
+        why = f"{server.url} gives no answer that counts its tokens"
+        command.fail(why, command.Exit.UNAVAILABLE)
     text_of, words_per_token = texts_of(trace), probe.input_length / tried[0]
     began = time.monotonic()
 

@@ -100,9 +100,8 @@ def _transfer(bytes_per_second: float) -> Transfer:
 
 
 _DEFAULT_TOKEN = UnitCost(1 / 500)
-_UnitCosts = Annotated[
-    tuple[UnitCost, ...], Meta(min_length=len(POSITIONS), max_length=len(POSITIONS))
-]
+_FOR_EACH = Meta(min_length=len(POSITIONS), max_length=len(POSITIONS))
+_UnitCosts = Annotated[tuple[UnitCost, ...], _FOR_EACH]
 """One for each of POSITIONS: a store may hold the rates of a version that had other ones."""
 
 

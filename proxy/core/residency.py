@@ -172,7 +172,7 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
     is_overwritten = isinstance(content, Unknown) and content.likely is not None
-    if slot.phase is SlotPhase.RUNNING or is_overwritten:
+    if slot.is_running or is_overwritten:
         return n_destined
     return max(n_destined, n_held)
 

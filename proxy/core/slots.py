@@ -180,6 +180,10 @@ class Slot:
         return self.phase is not SlotPhase.FREE
 
     @property
+    def is_running(self) -> bool:
+        return self.phase is SlotPhase.RUNNING
+
+    @property
     def is_closing(self) -> bool:
         return self.phase is SlotPhase.CLOSING
 

@@ -95,9 +95,8 @@ class HostedModels(Watched):
             self._change_under_way.cancel()
         for waiting in self._waiting:
             if not waiting.admitted.done():
-                waiting.admitted.set_exception(
-                    errors.ServerAway("its model is not loaded yet", was_sent=False, status=503)
-                )
+                told = "its model is not loaded yet"
+                waiting.admitted.set_exception(errors.ServerAway(told, was_sent=False, status=503))
         self._waiting.clear()
 
     @property

@@ -100,9 +100,8 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
-        _, is_current = await asyncio.gather(
-            self._read_prompt(process, request), process.is_current()
-        )
+        reading = self._read_prompt(process, request)
+        _, is_current = await asyncio.gather(reading, process.is_current())
         if not is_current:
             raise replaced()
 

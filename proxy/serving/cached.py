@@ -13,27 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from proxy import errors
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Empty,
-    SlotPhase,
-    Unknown,
-    must_be_erased,
-    shared_tokens,
-)
-from proxy.errors import (
-    OutOfCells,
-    ServerAway,
-    StoreFault,
-    UpstreamFault,
-    UpstreamLost,
-    WillBeRefused,
-)
+from proxy.core.slots import TAINTED, Content, Empty, Unknown, must_be_erased, shared_tokens
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
@@ -92,23 +77,22 @@ class CachedRequest:
 
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
-        process, joined_at = self._process, self._request.queued_at or time.monotonic()
+        process, request = self._process, self._request
+        joined_at = request.queued_at or time.monotonic()
         if not self._extended:
             self._note_asked()
             if process.queue.n_waiting:
                 self._keep_most_useful(planning.look_up(process, self._prompt)[0])
-        lease = process.queue.lease(
-            self._choose, since=self._request.arrived_at, may_be_passed=True
-        )
+        lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_passed=True)
         with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
-            self._request.account, self._request.foresee = self._account, self._foresee
+            request.account, request.foresee = self._account, self._foresee
             if not self._extended:
                 self._note_planned()
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
-            size = planning.evaluation_size(process, self._request, self._prompt, self._plan)
-            with process.launches.evaluation(*size, self._request.answering) as self._take_turn:
+            size = planning.evaluation_size(process, request, self._prompt, self._plan)
+            with process.launches.evaluation(*size, request.answering) as self._take_turn:
                 if self._extended:
                     await self._take_turn()
                 self._account.queued_seconds = time.monotonic() - joined_at
@@ -129,14 +113,14 @@ class CachedRequest:
         except BaseException as error:
             if self._reading is not None:
                 self._reading.cancel()  # reading writes into the request, which may begin again
-            is_away = isinstance(error, ServerAway) and not error.has_ended
+            is_away = isinstance(error, errors.ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
             self._abandon()
             if await self._may_be_our_fault(error):
                 # The suspects are quarantined now, so the request may be tried again.
                 ended = "llama-server ended before it answered"
-                raise ServerAway(ended, was_sent=False, has_ended=True) from error
+                raise errors.ServerAway(ended, was_sent=False, has_ended=True) from error
             raise
         if answer.timings is not None:
             self._account.add(answer.timings)
@@ -151,7 +135,7 @@ class CachedRequest:
 
     def _note_asked(self) -> None:
         """Tell the store which prompt was asked for."""
-        with self._process.faults.suppressed("lookup", StoreFault):
+        with self._process.faults.suppressed("lookup", errors.StoreFault):
             if (store := self._process.opened_store) is not None:
                 store.note_asked(self._prompt.namespace, self._prompt.tokens)
 
@@ -231,7 +215,7 @@ class CachedRequest:
             await self._take_turn()
             await self._make_stops()
         except Exception as fault:
-            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
+            if isinstance(fault, errors.UpstreamLost) and await self._process.has_ended():
                 raise
             if process.queue.is_closed:
                 raise replaced() from fault
@@ -239,7 +223,7 @@ class CachedRequest:
             self._account.is_degraded = True
             is_clean = not self._must_erase() or await self._erase()
             # A file that changed meanwhile may have loaded anything.
-            return is_clean and not isinstance(fault, StoreFault)
+            return is_clean and not isinstance(fault, errors.StoreFault)
         return True
 
     def _must_erase(self) -> bool:
@@ -252,7 +236,7 @@ class CachedRequest:
         """Erase the slot; return False if that fails."""
         try:
             await self._process.finish(self._lease, self._process.erase(self._plan.slot_id))
-        except UpstreamFault:
+        except errors.UpstreamFault:
             self._process.faults.count("erase")
             self._account.is_degraded = True
             return False
@@ -265,7 +249,7 @@ class CachedRequest:
             try:
                 await self._process.store.verify(restored.checkpoint)
                 break
-            except StoreFault as fault:
+            except errors.StoreFault as fault:
                 self._process.faults.record("verify", fault)
                 self._process.metrics.restores.labels("missing").inc()
                 self._plan_again()
@@ -308,7 +292,7 @@ class CachedRequest:
         send, self._is_sent = self._process.launches.send, True
         try:
             return await send(self._turn, self._request, raw, self._note_running)
-        except OutOfCells:
+        except errors.OutOfCells:
             # llama-server has emptied the slots of all requests that ran (server-context.cpp).
             self._process.slots.set_content(self._plan.slot_id, Empty())
             self._is_sent = False
@@ -337,21 +321,21 @@ class CachedRequest:
         llama-server would render the messages while it evaluates them, and the first token would wait.
         """
         await wait_for(self._request.answering, _FIRST_TOKEN_SECONDS)
-        with suppress(ServerAway, WillBeRefused):
+        with suppress(errors.ServerAway, errors.WillBeRefused):
             await self._read()
 
     async def _may_be_our_fault(self, error: BaseException) -> bool:
         """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
-        if isinstance(error, ServerAway) and error.has_ended:
+        if isinstance(error, errors.ServerAway) and error.has_ended:
             return await self._process.quarantine_suspects(self._plan.slot_id)
-        return isinstance(error, UpstreamLost)
+        return isinstance(error, errors.UpstreamLost)
 
     def _abandon(self) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came."""
         process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
             slot = process.slots[slot_id]
-            content, is_running = slot.content, slot.phase is SlotPhase.RUNNING
+            content, is_running = slot.content, slot.is_running
             if self._is_sent:
                 held = Unknown(prompt.namespace, likely=prompt.tokens, origin=content.origin)
                 content = TAINTED if self._must_erase() else held
@@ -472,7 +456,7 @@ class CachedRequest:
 
     async def _enable_if_misread(self) -> None:
         """Serve requests of this shape from the cache again if the proxy itself misread the prompt."""
-        with suppress(UpstreamFault):
+        with suppress(errors.UpstreamFault):
             if await self._process.reader.was_wrong(self._prompt, self._request.headers):
                 self._process.enable_shape(self._prompt.shape)
 

@@ -160,7 +160,7 @@ class SimilarRequest(CachedRequest):
         n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
         if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
-        return is_late or (rival.phase is SlotPhase.RUNNING and len(process.tenants) <= 1)
+        return is_late or (rival.is_running and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
         """Find the slot in which the request begins; hold the queue until then, but not for long."""

@@ -309,9 +309,8 @@ class PromptReader:
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
     ) -> TokenIds:
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
-        texts = await asyncio.gather(
-            *(self._upstream.apply_template(raw, headers) for raw in bodies)
-        )
+        rendering = (self._upstream.apply_template(raw, headers) for raw in bodies)
+        texts = await asyncio.gather(*rendering)
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await _to_last_special_token(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
@@ -362,9 +361,7 @@ class KnownTexts:
         tokens = await self._splice(text, headers)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
-        goes_on = [
-            known for known in self._texts if text.startswith(known[0][:-_SEARCHED_CHARACTERS])
-        ]
+        goes_on = [k for k in self._texts if text.startswith(k[0][:-_SEARCHED_CHARACTERS])]
         if goes_on:
             self._texts.remove(goes_on[0])
         self._texts.append((text, tokens))

@@ -43,9 +43,7 @@ class Stabilizing:
         self._switches = switches
         self._memory = self._remembered()
         self._seen = LRUCache[bytes, tuple[Seen, int]](_SEEN_BYTES, getsizeof=itemgetter(1))
-        self._facts: LRUCache[tuple[Target, str], asyncio.Task[RequestFacts]] = LRUCache(
-            _N_PROCESSES
-        )
+        self._facts = LRUCache[tuple[Target, str], asyncio.Task[RequestFacts]](_N_PROCESSES)
 
     async def rewrite(self, process: Process, request: Request) -> None:
         """Apply the stabilizers to a request; it stays as it is if none applies."""

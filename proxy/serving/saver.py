@@ -95,9 +95,8 @@ class Room:
         n_bytes = self._expected_bytes(saving.extent_of(content))
         present, replaced = self._process.present(self._process), self._replaced_by(content)
         spared_seconds = self._spared_seconds(content)
-        return self._reserved(
-            saving.Claim(n_bytes, present, replaced, spared_seconds=spared_seconds)
-        )
+        claim = saving.Claim(n_bytes, present, replaced, spared_seconds=spared_seconds)
+        return self._reserved(claim)
 
     @asynccontextmanager
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:

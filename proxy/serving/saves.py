@@ -157,15 +157,15 @@ class SlotSaves:
 
         If the slot no longer holds *held*, it only learns which restore points the file has.
         """
-        state, store = saved.state, self._process.store
-        namespace = content.tenant if self._process.can_cache else None
+        process, state = self._process, saved.state
+        namespace = content.tenant if process.can_cache else None
         if namespace is None or not state.tokens:
             if not state.tokens:
                 self._table.refine(slot_id, held, Empty())
             return None
         self._metrics.save_seconds.observe(saved.seconds)
         # In another thread: hundreds may share a header.
-        relatives = await asyncio.to_thread(list, store.find(namespace, state.tokens))
+        relatives = await asyncio.to_thread(list, process.store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         told = slots.as_saved(content, namespace, state.tokens, state.restore_points)
@@ -174,30 +174,25 @@ class SlotSaves:
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
-            saved, is_whole = await self._process.room.thin(
-                saved, content, kind, relatives, ancestors
-            )
+            saved, is_whole = await process.room.thin(saved, content, kind, relatives, ancestors)
         new = saved.checkpoint(namespace, kind, content)
         family = family_of(new, state.tokens, relatives)
         title = title_of(new.title, family, relatives)
         new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
-        checkpoint = await store.commit(new, state.tokens, saved.stamp)
+        checkpoint = await process.store.commit(new, state.tokens, saved.stamp)
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
             self._table.refine(slot_id, held, replace(told, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
         self._table.refine(slot_id, now, slots.also_saved(now, namespace, state.tokens, points))
-        rule = after_save(
-            self._process.rule,
-            has_every_position=state.has_every_position,
-            window_tokens=state.window_tokens,
-        )
-        if rule != self._process.rule:
-            await self._process.learn_rule(rule)
+        has_every_position, window = state.has_every_position, state.window_tokens
+        rule = after_save(process.rule, has_every_position=has_every_position, window_tokens=window)
+        if rule != process.rule:
+            await process.learn_rule(rule)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)
-        for older in superseded(self._process.rule, checkpoint, relatives) if is_whole else ():
-            await store.remove(older, Removal.SUPERSEDED)
+        for older in superseded(process.rule, checkpoint, relatives) if is_whole else ():
+            await process.store.remove(older, Removal.SUPERSEDED)
         return checkpoint
 
 

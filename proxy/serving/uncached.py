@@ -8,7 +8,7 @@ from proxy.core.messages import Route
 from proxy.core.model import SlotId
 from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
-from proxy.core.slots import TAINTED, Known, Slot, SlotPhase, Unknown, must_be_erased
+from proxy.core.slots import TAINTED, Known, Slot, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
 from proxy.llama import requests
 from proxy.llama.answers import Answer
@@ -165,7 +165,7 @@ class UncachedRequest:
     def _can_join(self, slot: Slot) -> bool:
         """Return whether the request may run in a slot that is in use now, once its request has ended."""
         process = self._process
-        if slot.phase is not SlotPhase.RUNNING or len(process.tenants) > 1:
+        if not slot.is_running or len(process.tenants) > 1:
             return False  # it is not known yet whose tokens the slot will hold then
         return not must_be_erased(process.rule, slot.content, self._namespace)
 

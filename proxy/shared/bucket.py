@@ -232,13 +232,16 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Other writers of a model of this name whose states this one cannot use, each with the reason."""
 
 
+_Owned = tuple[Share, Owner | None]
+
+
 async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     """Return what is in the shared store, by writer and namespace; raises SharedStoreFault."""
     found = defaultdict[tuple[str, str], list[Listed]](list)
     async for batch in bucket.list(objects.VERSION):
         for each in batch:
             found[objects.writer_of(each.id), each.namespace].append(each)
-    shares = list[tuple[Share, Owner | None]]()
+    shares = list[_Owned]()
     for (writer, namespace), theirs in sorted(found.items()):
         if metas := [each for each in theirs if each.kind == META]:
             newest = max(metas, key=lambda each: each.modified_at)
@@ -259,9 +262,7 @@ async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     return [_with_reasons(share, owner, shares) for share, owner in shares]
 
 
-def _with_reasons(
-    share: Share, owner: Owner | None, shares: list[tuple[Share, Owner | None]]
-) -> Share:
+def _with_reasons(share: Share, owner: Owner | None, shares: list[_Owned]) -> Share:
     reasons = (
         f"{other.host} ({other.writer}): {why}"
         for other, its in shares

@@ -170,9 +170,8 @@ def read_key(file: Path) -> bytes:
     except OSError as error:
         raise SettingsError(f"shared_store: key_file: {in_words(error)}") from error
     if len(content) < _LEAST_KEY_BYTES:
-        raise SettingsError(
-            f"shared_store: key_file: {file} has less than {_LEAST_KEY_BYTES} bytes"
-        )
+        told = f"{file} has less than {_LEAST_KEY_BYTES} bytes"
+        raise SettingsError(f"shared_store: key_file: {told}")
     return blake2b(content, person=b"shared store").digest()
 
 

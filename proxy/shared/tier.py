@@ -214,6 +214,5 @@ def _add(found: dict[str, Found], batch: list[Listed]) -> None:
 
 
 def _ids_in(found: dict[str, Found]) -> set[CheckpointId]:
-    return {
-        objects.index_id(shared_id) for shared_id, (kinds, *_) in found.items() if META in kinds
-    }
+    whole = (shared_id for shared_id, (kinds, *_) in found.items() if META in kinds)
+    return set(map(objects.index_id, whole))

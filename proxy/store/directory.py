@@ -25,15 +25,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.files import read_state_file
-from proxy.store.files import (
-    FileStamp,
-    StateFiles,
-    id_of,
-    is_state_name,
-    replacing,
-    sync_names,
-    temporary_name_of,
-)
+from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, replacing, sync_names
 from proxy.store.index import NOTHING_NEWER, REBUILD, Entry, Index, Newer
 from proxy.store.known_models import Owner, introduce, owners
 
@@ -214,7 +206,7 @@ class StoreDirectory:
         """
         self._keep_lock()
         name = (checkpoint := entry[0]).file_name
-        stamp = self.files.seal(temporary_name_of(name), name)
+        stamp = self.files.seal(name)
         try:
             if stamp[1] != checkpoint.size_bytes:
                 raise StoreFault(f"{name} was changed since it was saved")

@@ -90,9 +90,9 @@ class StateFiles:
         with replacing(self.path(name), self.path(self.new_temporary_name())) as file:
             file.write(data)
 
-    def seal(self, temporary: str, final: str) -> FileStamp:
-        """Give a checked temporary file its final name, durable once the directory is synced."""
-        source, target = self.path(temporary), self.path(final)
+    def seal(self, final: str) -> FileStamp:
+        """Give a checked temporary file its *final* name, durable once the directory is synced."""
+        source, target = self.path(temporary_name_of(final)), self.path(final)
         self._protect(source)
         with source.open("rb") as file:
             os.fsync(file.fileno())

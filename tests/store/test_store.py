@@ -462,10 +462,10 @@ async def test_state_goes_whose_ancestor_is_found_damaged_during_its_commit(
 ) -> None:
     seals, may_go_on, seal = threading.Event(), threading.Event(), StateFiles.seal
 
-    def seal_late(files: StateFiles, temporary: str, final: str) -> FileStamp:
+    def seal_late(files: StateFiles, final: str) -> FileStamp:
         seals.set()
         may_go_on.wait()
-        return seal(files, temporary, final)
+        return seal(files, final)
 
     first = await store.commit(*new_state(store, run_of(300)))
     change(store.files.path(first.file_name), bytes(first.size_bytes))
@@ -815,10 +815,10 @@ async def test_commit_whose_caller_is_cancelled_is_whole_or_not_at_all(
     began, go_on = threading.Event(), threading.Event()
     seal = store.files.seal
 
-    def slow_seal(temporary: str, final: str) -> object:
+    def slow_seal(final: str) -> object:
         began.set()
         go_on.wait()
-        return seal(temporary, final)
+        return seal(final)
 
     monkeypatch.setattr(store.files, "seal", slow_seal)
     task = asyncio.get_running_loop().create_task(store.commit(*new_state(store, run_of(300))))
