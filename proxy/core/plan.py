@@ -355,15 +355,15 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
 
     def pays_again(n_saved: int, n_cut: int) -> bool:
         size_bytes = saving.expected_bytes(now.sizes, n_cut, 0) or 0
-        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, 1 + n_busy(now.slots))
+        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, 1 + now.n_busy)
 
+    worthy = worth_a_file(now.rule, cuts, now.candidates, pays_again)
+    stops = choose_stops(
+        now.rule, worthy, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
+    )
     return Plan(
         options[0],
-        choose_stops(
-            *(now.rule, worth_a_file(now.rule, cuts, now.candidates, pays_again), now.candidates),
-            *(n_reused, prompt.n_tokens),
-            shares_header=shares_header,
-        ),
+        stops,
         cuts,
         _why(now.rule, options),
         tuple(alternatives.values())[:N_ALTERNATIVES],
