@@ -319,6 +319,8 @@ def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
     if isinstance(content, Unknown) and content.likely is not None:
         is_ours = content.tenant == prompt.namespace
         return common_prefix_length(content.likely, tokens) if is_ours else 0
+    if (destined := slot.destined) and shared_tokens(content, destined) < len(destined):
+        return common_prefix_length(destined, tokens)  # what it holds is about to be known
     n_common = shared_tokens(content, tokens, prompt.namespace)
     return live_reuse(now.rule, content, n_common, prompt.n_tokens)[0]
 
