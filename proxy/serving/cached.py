@@ -193,10 +193,7 @@ class CachedRequest:
     # The slot is prepared as the plan says.
 
     async def _prepare(self) -> bool:
-        """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused.
-
-        A request that extends its slot's content needs no preparation.
-        """
+        """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         await process.launches.clear_others()
         await process.launches.make_room(slot_id, self._prompt.n_tokens)
@@ -289,9 +286,12 @@ class CachedRequest:
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        send, self._is_sent = self._process.launches.send, True
+        return await self._launch(raw, self._note_running)
+
+    async def _launch(self, raw: bytes, on_start: Callable[[], None]) -> Answer:
+        self._is_sent = True
         try:
-            return await send(self._turn, self._request, raw, self._note_running)
+            return await self._process.launches.send(self._turn, self._request, raw, on_start)
         except errors.OutOfCells:
             # llama-server has emptied the slots of all requests that ran (server-context.cpp).
             self._process.slots.set_content(self._plan.slot_id, Empty())
