@@ -14,7 +14,7 @@ from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
 from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, not_to_save, shared_tokens
-from proxy.errors import ServerAway, StoreFault, TooManyRequests
+from proxy.errors import ServerAway, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
 from proxy.serving.process import RATES, SIZES, Process
@@ -280,7 +280,7 @@ class Ahead:
             if settling := [task for _, task in process.settling]:
                 await asyncio.wait(settling)
             await self._evaluate(process, request)
-        except (ServerAway, FreeElsewhere, TooManyRequests):
+        except (ServerAway, UpstreamUnreachable, FreeElsewhere, TooManyRequests):
             pass  # the slot is gone, or wanted
         except Exception as error:  # nobody has asked for it
             process.faults.record("unattended action", error)

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -320,7 +320,9 @@ class Process(Services):
         """Empty a slot; raises UpstreamFault."""
         self.require_alive()
         self.slots.set_content(slot_id, TAINTED)
-        with self.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
+        # Without --slot-save-path llama-server refuses erases too: that is told already.
+        kind = DegradationKind.ERASES_REFUSED
+        with self.watching(kind, UpstreamFault) if self.can_cache else nullcontext():
             await self.upstream.erase(slot_id)
         self.slots.set_content(slot_id, Empty())
 

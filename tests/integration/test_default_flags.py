@@ -12,7 +12,16 @@ from proxy.serving.saver import Room
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, next_question, question
+from tests.integration.rig import (
+    CHAT,
+    COMPLETION,
+    KEYS,
+    Reply,
+    Rig,
+    hang_up,
+    next_question,
+    question,
+)
 from tests.lab.waiting import until
 from tests.store.test_store import hold_writer
 
@@ -219,6 +228,17 @@ async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: Sta
         n_evaluated = len(rig.server.seen_at("evaluate"))
         await asyncio.sleep(0.2)  # it is attached again and again, but looked at once
         assert len(rig.server.seen_at("evaluate")) == n_evaluated
+
+
+async def test_server_without_slot_actions_refuses_erases_for_the_reason_that_is_told(
+    start_rig: StartRig,
+) -> None:
+    refuse = {"save": 501, "restore": 501, "erase": 501}
+    async with start_rig(n_slots=1, faults=Faults(refuse=refuse), **KEYS) as rig:
+        for key in ("alice", "bob"):
+            assert (await rig.chat("a", key=key)).status == 200
+        assert rig.server.seen_at("erase")
+        assert "erases refused" not in await rig.reasons()
 
 
 async def test_restart_without_default_flags_ends_it(start_rig: StartRig) -> None:
