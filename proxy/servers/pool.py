@@ -64,12 +64,13 @@ class Pool(Addresses):
         for n_tries in count(1):
             lending = self.lent(request.model, request.arrived_at, request.headers)
             async with lending if lent is None else nullcontext(lent) as servers:
-                if not servers:
-                    await request.send(self.roots[0], request.raw)
-                    return self._shared.report.not_looked_up(request, "no such model")
-                may_be_lost = lent is None and n_tries < MAX_LOADS
-                if await self._try(servers, request, may_be_lost=may_be_lost):
-                    return None
+                with suppress(OutOfCells):  # once: then the client gets llama-server's error
+                    if not servers:
+                        await request.send(self.roots[0], request.raw)
+                        return self._shared.report.not_looked_up(request, "no such model")
+                    may_be_lost = lent is None and n_tries < MAX_LOADS
+                    if await self._try(servers, request, may_be_lost=may_be_lost):
+                        return None
 
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if it has to begin again.
@@ -127,7 +128,7 @@ class Pool(Addresses):
             return False
         except OutOfCells:
             process.has_run_out_of_cells = process.shares_cells
-            return False
+            raise
         except ServerAway as away:
             if away.has_ended and await process.has_ended():
                 await self._fatal.note_death(request)

@@ -53,6 +53,7 @@ class CachedRequest:
     _take_turn: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
     _is_sent = False
+    _is_placed = True  # it is known to run in its slot
 
     def __init__(self, process: Process, request: Request, turn: Turn | None, read: Read) -> None:
         """*read* reads the prompt of a request that extends what a slot holds."""
@@ -116,7 +117,7 @@ class CachedRequest:
             is_away = isinstance(error, errors.ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise replaced() from error  # it was withdrawn
-            self._abandon()
+            self._abandon(is_emptied=isinstance(error, errors.OutOfCells) and self._is_placed)
             if await self._may_be_our_fault(error):
                 # The suspects are quarantined now, so the request may be tried again.
                 ended = "llama-server ended before it answered"
@@ -290,13 +291,7 @@ class CachedRequest:
 
     async def _launch(self, raw: bytes, on_start: Callable[[], None]) -> Answer:
         self._is_sent = True
-        try:
-            return await self._process.launches.send(self._turn, self._request, raw, on_start)
-        except errors.OutOfCells:
-            # llama-server has emptied the slots of all requests that ran (server-context.cpp).
-            self._process.slots.set_content(self._plan.slot_id, Empty())
-            self._is_sent = False
-            raise
+        return await self._process.launches.send(self._turn, self._request, raw, on_start)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)
@@ -330,12 +325,18 @@ class CachedRequest:
             return await self._process.quarantine_suspects(self._plan.slot_id)
         return isinstance(error, errors.UpstreamLost)
 
-    def _abandon(self) -> None:
-        """Leave the slot to what may still run in it; a save will tell how far that came."""
+    def _abandon(self, *, is_emptied: bool) -> None:
+        """Leave the slot to what may still run in it; a save will tell how far that came.
+
+        For want of cells llama-server has emptied the slots of all requests that ran (server-context.cpp).
+        """
         process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
             slot = process.slots[slot_id]
             content, is_running = slot.content, slot.is_running
+            if is_emptied:
+                process.slots.set_content(slot_id, Empty())
+                continue
             if self._is_sent:
                 held = Unknown(prompt.namespace, likely=prompt.tokens, origin=content.origin)
                 content = TAINTED if self._must_erase() else held

@@ -19,7 +19,8 @@ from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, 
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
 
 _EVENTS = "text/event-stream"
-_NO_CELLS = b"Context size has been exceeded"
+_NO_CELLS = b'"message":"Context size has been exceeded'
+"""In llama-server's error; in the text of an answer the quotes are escaped."""
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
 
@@ -83,6 +84,9 @@ class Exchange:
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
                     return await self._relay(upstream.target)
+        except OutOfCells:
+            await self._keep_waiting()
+            raise
         except (aiohttp.ClientError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
@@ -158,9 +162,6 @@ class Exchange:
             # Many clients hang up at [DONE], before the stream's last bytes: the request is served.
             if task := asyncio.current_task():
                 task.uncancel()
-        except OutOfCells:
-            await self._keep_waiting()
-            raise
         except aiohttp.ClientError as error:
             if not (reader.is_complete and _is_of_type(answer, _EVENTS)):
                 await self._break_off(error, is_over=reader.has_token or self._is_in_event)
@@ -186,7 +187,7 @@ class Exchange:
                 while not writer.is_full and (chunk := content.read_nowait()):
                     if target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
-                    if self._first_token_at is None:
+                    if self._first_token_at is None and not self._is_in_event:
                         self._look_for_cells(chunk)
                     self._pass_on_now(chunk, chunk if lines is None else lines.feed(chunk))
                 if content.at_eof():
@@ -246,7 +247,7 @@ class Exchange:
         """Raise OutOfCells the first time that llama-server fails before a token: it can be asked again."""
         if _NO_CELLS in body and self.route and not self._has_failed:
             self._has_failed = True
-            raise OutOfCells(f"llama-server: {_NO_CELLS.decode()}")
+            raise OutOfCells("llama-server: Context size has been exceeded")
 
     async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
         client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
@@ -281,10 +282,11 @@ class Exchange:
         raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
     async def _keep_waiting(self) -> None:
-        """Let a client that has begun to read its stream wait for the answer to another try."""
+        """Let a client that wants a stream wait for the answer to another try."""
         await self.writer.delivered()
         self._has_begun = False
-        self.writer.keep()
+        if self.request and self.request.wants_stream:
+            self.writer.keep()
 
     async def _end_in(self, error: ProxyError) -> None:
         """End a stream of events that has begun in an error; cut any other answer."""

@@ -56,6 +56,8 @@ class Faults:
     dies_after_chunks: int | None = None
     """Close the connection of a stream after so many chunks, of another answer half-way."""
     chunk_seconds: float = 0.0
+    n_out_of_cells: int = 0
+    """Fail so many generations, and empty their slots, as where slots share too few cells."""
 
 
 class Gate:

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,10 @@ class FakeLlamaServer:
         """Generate in a slot, until it is done or the client is gone."""
         self._begin(slot)
         place = "evaluate" if body.get("n_predict") == 0 else "generate"
+        if place == "generate" and self.faults.n_out_of_cells:
+            self.faults.n_out_of_cells -= 1
+            slot.clear()
+            return _error(500, "Context size has been exceeded.", "server_error")
         trouble = await _while_wanted(request, self._trouble(place, request))
         if trouble is not None:
             return trouble
@@ -537,4 +542,5 @@ def _json(content: Any) -> web.Response:
 
 def _error(status: int, message: str, kind: str) -> web.Response:
     error = {"code": status, "message": message, "type": kind}
-    return web.json_response({"error": error}, status=status)
+    compact = partial(json.dumps, separators=(",", ":"))  # as llama-server writes
+    return web.json_response({"error": error}, status=status, dumps=compact)

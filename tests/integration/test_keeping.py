@@ -84,6 +84,28 @@ async def test_client_gets_comments_until_its_stream_begins(
         assert rig.sample("drift_total") == rig.n_faults() == 0
 
 
+@pytest.mark.parametrize("n_before", [0, 2])
+@pytest.mark.parametrize("path", SERVED)
+async def test_client_whose_request_is_sent_again_gets_comments(
+    start_rig: StartRig, path: str, n_before: int
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.settled()
+        rig.server.faults.n_out_of_cells = 1
+        rig.server.hold("generate")
+        tokenizing = rig.server.hold("tokenize")
+        if not n_before:
+            tokenizing.open()
+        async with waiting(rig, path) as client:
+            await client.comments(n_before)
+            tokenizing.open()
+            await client.comments(3)
+            rig.server.release("generate")
+            assert LAST[path] in await client.rest()
+        await rig.settled()
+        assert rig.server.faults.n_out_of_cells == rig.n_faults() == 0
+
+
 @pytest.mark.parametrize("path", SERVED)
 async def test_client_in_the_queue_gets_comments(start_rig: StartRig, path: str) -> None:
     async with start_rig(n_slots=1) as rig:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from proxy.core.model import SlotId
-from proxy.core.slots import TAINTED, Known, SlotPhase
+from proxy.core.slots import TAINTED, Empty, Known, SlotPhase
 from proxy.serving import placement, uncached
 from proxy.serving.launches import LastTasks, begun_since
 from proxy.serving.placement import SimilarRequest
@@ -164,6 +164,24 @@ async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: S
         assert rig.sample("drift_total") == 0
         assert rig.sample("requests_total", outcome="hit") == 1
         assert await rig.reasons() == []
+
+
+async def test_slot_that_a_failed_request_did_not_run_in_is_not_taken_for_empty(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another tenant's tokens would stay in it."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.post(MESSAGES, claude(question("same")))
+        await until(lambda: rig.n_occupied() == 0)
+        assert (process := rig.process) is not None
+        held = next(slot for slot in process.slots if isinstance(slot.content, Known))
+        other = rig.server.slots[1 - held.id]
+        monkeypatch.setattr(rig.server, "_choose", lambda id_slot, _: other)
+        rig.server.faults.n_out_of_cells = 1
+        assert (await rig.post(MESSAGES, claude(question("same")))).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.server.slots[held.id].tokens
+        assert not isinstance(process.slots[held.id].content, Empty)
 
 
 async def test_turn_that_comes_before_the_last_look_at_the_one_before_waits_for_its_slot(

@@ -56,6 +56,40 @@ async def test_broken_stream_ends_in_an_error_event(
         assert rig.sample("drift_total") == 0
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_answer_that_speaks_of_an_exceeded_context_is_no_failure(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str, is_stream: bool
+) -> None:
+    said = '{"message":"Context size has been exceeded."}'
+    async with start_rig(n_slots=1) as rig:
+        monkeypatch.setattr("tests.fakes.llama_server.generate", lambda *_: [said])
+        n_before = len(rig.server.seen_at("generate"))
+        reply = await rig.post(path, {**BODIES[path], "stream": is_stream})
+        assert reply.status == 200 and json.dumps(said).encode() in reply.body
+        assert len(rig.server.seen_at("generate")) == n_before + 1
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+@pytest.mark.parametrize("n_failures", [1, 2])
+@pytest.mark.parametrize("path", BODIES)
+async def test_request_that_llama_server_fails_for_want_of_cells_is_sent_again_once(
+    start_rig: StartRig, path: str, n_failures: int, is_attached: bool
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        if not is_attached:
+            rig.server.faults.refuse["props"] = 404
+            rig.running.server.poke()
+            await until(lambda: rig.running.server.process is None)
+        rig.server.faults.n_out_of_cells = n_failures
+        n_saves = len(rig.server.seen_at("save"))
+        reply = await rig.post(path, BODIES[path])
+        assert reply.status == (500 if n_failures == 2 else 200)
+        assert (b"Context size has been exceeded" in reply.body) == (n_failures == 2)
+        assert rig.server.faults.n_out_of_cells == 0
+        assert len(rig.server.seen_at("save")) == n_saves, "the slot is known to be empty"
+
+
 async def test_broken_answer_is_not_taken_for_a_whole_one(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.dies_after_chunks = 1
