@@ -303,7 +303,8 @@ class Ahead:
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
             if start.erases or not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
-            if process.is_short_of_cells(len(tokens), (s for s in process.slots if s is not slot)):
+            others = (other for other in process.slots if other.id != slot.id)
+            if process.is_short_of_cells(len(tokens), others):
                 return  # llama-server would empty other slots for it
             self._is_evaluating = True
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
