@@ -28,7 +28,7 @@ from proxy.core.plan import (
     plan_request,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Origin, Slot, SlotPhase, Unknown
+from proxy.core.slots import TAINTED, Content, Empty, Known, Origin, Slot, SlotPhase, Unknown
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -107,6 +107,12 @@ def require_right(
 
 
 # Which option wins.
+
+
+def test_plan_does_not_wait_for_a_slot_that_will_be_erased() -> None:
+    """Its request was abandoned over a restored state that cannot be cut."""
+    closing = Slot(SlotId(0), TAINTED, phase=SlotPhase.CLOSING, destined=run_of(1000))
+    assert plan(1200, ANY_PREFIX, slots=(closing, Slot(SlotId(1), Empty()))).slot_id == 1
 
 
 def test_plan_without_a_free_slot_is_none() -> None:
