@@ -73,21 +73,26 @@ def _usable_before(rule: Rule, candidate: Candidate, n_cut: int) -> int:
 
 
 def worth_a_file(
-    rule: Rule, cuts: Cuts, candidates: tuple[Candidate, ...], pays: Callable[[int, int], bool]
+    rule: Rule,
+    cuts: Cuts,
+    candidates: tuple[Candidate, ...],
+    pays: Callable[[int, int, bool], bool],
 ) -> Cuts:
     """Return *cuts* without those at which another file of a conversation does not pay.
 
     Under *end only* each cut needs a file of its own. *pays* says whether a state up to a cut pays where
-    a file has the first tokens of it.
+    a file has the first tokens of it, and whether it is saved at once: the others at the end of the
+    prompt, mostly when nothing else runs.
     """
     if not rule.is_end_only:
         return cuts
 
-    def kept(n_cut: int) -> int:
+    def kept(n_cut: int, *, at_once: bool) -> int:
         n_saved = max((_usable_before(rule, c, n_cut) for c in candidates), default=0)
-        return n_cut if not n_saved or pays(n_saved, n_cut) else 0
+        return n_cut if not n_saved or pays(n_saved, n_cut, at_once) else 0
 
-    branch, turn_start, end = map(kept, (cuts.branch, cuts.turn_start, cuts.message_end))
+    branch, turn_start = (kept(n_cut, at_once=True) for n_cut in (cuts.branch, cuts.turn_start))
+    end = kept(cuts.message_end, at_once=False)
     return replace(cuts, branch=branch, turn_start=turn_start, message_end=end)
 
 

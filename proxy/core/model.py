@@ -258,7 +258,7 @@ class Prompt:
 
     `text` is the text that was tokenized; empty if it was not a single text. `conversation` are the digests
     of a Conversation that renders this prompt; empty if there is none. A prompt that `goes_on` has an image
-    or a sound behind these tokens.
+    or a sound behind these tokens. One that `is_wanted` is to be saved even if that does not pay.
     """
 
     tokens: TokenIds
@@ -269,6 +269,7 @@ class Prompt:
     conversation: bytes = b""
     title: Title = Title()
     goes_on: bool = False
+    is_wanted: bool = False
 
     @property
     def n_tokens(self) -> int:

@@ -356,11 +356,12 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         way = start.restored.checkpoint.id if start.restored else (start.slot_id, "live")
         alternatives.setdefault(way, start)
 
-    def pays_again(n_saved: int, n_cut: int) -> bool:
+    def pays(n_saved: int, n_cut: int, at_once: bool) -> bool:
         size_bytes = saving.expected_bytes(now.sizes, n_cut, 0) or 0
-        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, 1 + now.n_busy)
+        n_stalled = 1 + now.n_busy * at_once
+        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, n_stalled)
 
-    worthy = worth_a_file(now.rule, cuts, now.candidates, pays_again)
+    worthy = cuts if prompt.is_wanted else worth_a_file(now.rule, cuts, now.candidates, pays)
     stops = choose_stops(
         now.rule, worthy, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
     )

@@ -10,6 +10,7 @@ from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
+from proxy.explain.views import OWN_CLIENT
 from proxy.llama import requests
 from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
@@ -193,7 +194,9 @@ class Cache:
             return
         digests = request.conversation.digests if request.conversation else b""
         title = Title(process.journal.shown(request.words), request.client)
-        request.prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
+        is_wanted = bool(request.warms) or request.client == OWN_CLIENT
+        prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
+        request.prompt = replace(prompt, is_wanted=is_wanted)
 
     def _understand(self, process: Process, request: Request) -> bool:
         """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read.

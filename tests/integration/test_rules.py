@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core import saving
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.llama import state_edits
 from proxy.llama.state_edits import repair_window
@@ -249,6 +250,19 @@ async def test_end_only_tool_loop_keeps_its_turn_start(start_rig: StartRig) -> N
         other_turn = [*conversation("a"), {"role": "assistant", "content": " x"}, *question("z")]
         assert (await rig.chat(other_turn)).status == 200
         assert rig.sample("restores_total", result="done") == before + 1
+
+
+async def test_end_only_prompt_is_warmed_though_its_file_does_not_pay(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        messages = conversation("a")
+        reply = await rig.chat(messages)
+        await rig.settled()
+        monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+        body = {"messages": [*next_question(messages, reply), *question("z", 50)]}
+        async with rig.client.post(rig.admin_url + "/warm?whole=1", json=body) as warming:
+            assert '"warmed"' in (await warming.text()).splitlines()[-1]
 
 
 async def test_restore_points_plant_the_header_for_another_conversation(

@@ -46,7 +46,7 @@ def test_choose_stops_under_end_only_saves_header_and_turn_start() -> None:
 def test_worth_a_file_under_end_only_leaves_out_cuts_that_cost_more_than_they_spare() -> None:
     """Each is a whole state: 4 GB for 64,000 tokens of a 27B."""
 
-    def pays(n_saved: int, n_cut: int) -> bool:
+    def pays(n_saved: int, n_cut: int, _: bool) -> bool:
         return n_cut - n_saved >= 500
 
     def stops(rule: Rule, n_saved: int) -> list[int]:

@@ -365,6 +365,21 @@ def test_plan_under_end_only_stops_for_a_state_that_is_worth_its_bytes(
     assert [stop.n_tokens for stop in made.stops] == stops
 
 
+def test_plan_under_end_only_stops_for_a_state_that_pays_once_nothing_else_runs() -> None:
+    """At the end of the prompt nothing is saved at once; a later save cuts the slot back to the stop."""
+    running = (Slot(SlotId(n), Empty(), phase=SlotPhase.RUNNING) for n in range(1, 4))
+    made = plan(
+        1300,
+        END_ONLY,
+        candidates=(candidate(1000, 1000),),
+        slots=(Slot(SlotId(0), Known(run_of(1000), NAMESPACE)), *running),
+        cuts=Cuts(turn_start=1250, message_end=1299),
+        sizes=sizes_of(4 * 10**9),
+        rates=steady(),
+    )
+    assert made.stops == (Stop(1299),)
+
+
 def test_plan_does_not_stop_where_another_tenants_prompt_is_left() -> None:
     held = Known(run_of(1000), OTHER_NAMESPACE)
     assert plan(0, RESTORE_POINTS, held, tokens=branch(600, 1200)).stops == ()
