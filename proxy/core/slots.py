@@ -162,9 +162,9 @@ class SlotPhase(StrEnum):
 class Slot:
     """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
-    `destined` are the tokens that the lease's request will put there, None if they are not known; that
-    request `is_answered` while the proxy still looks whether it ran there. `sources` are the checkpoints
-    that the content was restored from or saved as; `has_answered`: the slot has answered a request since.
+    `destined` are the tokens that the lease's request will put there, None if they are not known. `sources`
+    are the checkpoints that the content was restored from or saved as; `has_answered`: the slot has
+    answered a request since.
     """
 
     id: SlotId
@@ -172,7 +172,6 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     used_at: float = 0.0
     destined: TokenIds | None = None
-    is_answered: bool = False
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
 
@@ -186,7 +185,7 @@ class Slot:
 
     @property
     def is_closing(self) -> bool:
-        return self.phase is SlotPhase.CLOSING or self.is_answered
+        return self.phase is SlotPhase.CLOSING
 
     @property
     def n_held(self) -> int:
@@ -256,9 +255,7 @@ class SlotTable(list[Slot]):
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
-        self[slot_id] = replace(
-            self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None, is_answered=False
-        )
+        self[slot_id] = replace(self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None)
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record the new content of a slot; whatever ran in it has ended."""
