@@ -7,7 +7,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, nullconte
 
 from proxy.core.model import SlotId
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import UBATCH_TOKENS, Empty, SlotPhase, SlotTable
+from proxy.core.slots import UBATCH_TOKENS, Empty, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
@@ -95,7 +95,7 @@ class Launches:
     def is_save_coming(self) -> bool:
         """Whether a slot that is closing has yet to be saved, and the next start would empty it."""
         process = self._process
-        closing = (slot for slot in self._table if slot.phase is SlotPhase.CLOSING)
+        closing = (slot for slot in self._table if slot.is_closing)
         return bool(process.clears_idle_slots) and any(
             is_write_back_due(process.rule, slot.content) or process.saves.turns[slot.id].locked()
             for slot in closing
