@@ -147,6 +147,7 @@ class UncachedRequest:
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
             is_tainted = is_unclear or (self._body is not None and requests.taints_slot(self._body))
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
+            self._process.slots[slot_id].awaits_copy |= self._n_slots > 1
 
     def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""

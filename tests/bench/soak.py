@@ -2,8 +2,8 @@
 
 Four clients and more on a tiny model, the proxy as a process of its own, and a llama-server that is killed,
 stopped or halted (SIGSTOP) now and then. Memory, descriptors, tasks, leases and files are sampled; once
-traffic has ended they must be back where they were, memory may not have grown since the warm-up, and a new
-conversation must be answered as by llama-server alone.
+traffic has ended they must be back where they were, and memory may not have grown since the warm-up.
+Answers must be those of another llama-server, which nobody else asks.
 
 python -m tests.bench.soak [--minutes 10] [--clients 5] [--seed 1] [--kind hybrid] [--slots 2] [--pause 40]
 """
@@ -29,8 +29,7 @@ from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import Setup, Stack
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.soak_traffic import HEADERS, TOOLS, Traffic, answer
-from tests.lab.conversation import agent_requests
+from tests.bench.soak_traffic import Traffic
 
 SIZE = "tiny"
 BUDGET_BYTES = 48 << 20
@@ -43,7 +42,6 @@ SETTLE_SECONDS = 30.0
 STOP_SECONDS = 10.0
 HALTS = 0.4
 """The share of disturbances in which llama-server goes on afterwards."""
-N_ANSWERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,18 @@ class Soak:
         options = ("--max-store-bytes", str(BUDGET_BYTES), "--idle-save-seconds", "1")
         setup = Setup(n_threads=1, n_slots=arguments.slots, proxy_options=options)
         self._stack = Stack(arguments.kind, SIZE, leftovers, has_proxy=True, setup=setup)
-        self._traffic = Traffic(self._stack.base_url, n_clients, seed, arguments.slots)
+        self._alone = Stack(
+            arguments.kind, SIZE, leftovers, has_proxy=False, setup=Setup(n_threads=1, n_slots=1)
+        )
+        urls = self._stack.base_url, self._alone.base_url
+        self._traffic = Traffic(*urls, n_clients, seed, arguments.slots)
         self._began = time.monotonic()
         self._samples: list[Sample] = []
         self._n_restarts = 0
 
     async def run(self) -> list[Section]:
         """Return the table of minutes and that of what must hold."""
+        await self._alone.start()
         await self._stack.start()
         before = await self._idle_sample()
         self._began = time.monotonic()
@@ -103,8 +106,9 @@ class Soak:
             sampling.cancel()
             restarting.cancel()
         after = await self._idle_sample()
-        sections = [self._course(), self._verdicts(before, after, await self._n_other_answers())]
+        sections = [self._course(), self._verdicts(before, after)]
         await self._stack.stop()
+        await self._alone.stop()
         return sections
 
     def _goes_on(self) -> bool:
@@ -158,17 +162,6 @@ class Soak:
                 return sample
             await asyncio.sleep(0.2)
 
-    async def _n_other_answers(self) -> int:
-        """Return how many answers of a new conversation are not those of llama-server alone."""
-        n_others, conversation = 0, agent_requests(1, N_ANSWERS, header=HEADERS[0], seed=1)
-        for messages in conversation:
-            body = {"messages": messages, "tools": TOOLS, "max_tokens": 20, "temperature": 0}
-            urls = self._stack.base_url, self._stack.server.base_url
-            answers = [await answer(urls[0], body)]
-            answers.append(await answer(urls[1], {**body, "cache_prompt": False}))
-            n_others += answers[0] != answers[1]
-        return n_others
-
     async def _sample(self) -> Sample:
         assert self._stack.proxy is not None
         gauges = read_gauges(await self._stack.proxy.metrics())
@@ -206,7 +199,7 @@ class Soak:
             section.add(minute, f"{rss:.1f}", *highest, f"{stored:.1f}", is_met=None)
         return section
 
-    def _verdicts(self, before: Sample, after: Sample, n_others: int) -> Section:
+    def _verdicts(self, before: Sample, after: Sample) -> Section:
         section = Section(
             "Soak: what must hold",
             f"RSS within {MAX_GROWTH:.0%} of that after the warm-up, the store within its budget, all else"
@@ -235,9 +228,9 @@ class Soak:
             *("store, bytes", before.store_bytes, stored, after.store_bytes, BUDGET_BYTES),
             is_met=stored <= BUDGET_BYTES,
         )
-        n_failed = self._traffic.outcomes["failed"]
-        section.add("requests failed", 0, n_failed, n_failed, 0, is_met=n_failed == 0)
-        section.add("other answers", 0, n_others, n_others, 0, is_met=n_others == 0)
+        for kind in ("failed", "other answers"):
+            n_such = self._traffic.outcomes[kind]
+            section.add(kind, 0, n_such, n_such, 0, is_met=n_such == 0)
         for failure in self._traffic.failures[:10]:
             tell(failure)
         return section

@@ -2,11 +2,12 @@
 
 Conversations that grow and are begun anew, on four APIs, streamed and whole; titles, embeddings and several
 completions between them; clients that hang up at any moment. Deterministic by seed, but for what time
-decides.
+decides. Chats that are not streamed must be answered as by a llama-server that nobody else asks.
 """
 
 import asyncio
 import itertools
+import json
 import random
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ LEAVES = 0.2
 TITLES = 0.2
 PATIENCE_SECONDS = (0.001, 0.005, 0.02, 0.05, 0.2, 1.0)
 HUNG_SECONDS = 300.0
+LEAST_DIFFERENCE = 0.02
+"""Rounding alone moves a log-probability by up to 0.01."""
 REFUSED_STATUSES = (502, 503)
 
 Body = dict[str, Any]
@@ -35,10 +38,10 @@ class Client:
     """One client, which sends one request after the other."""
 
     def __init__(
-        self, base_url: str, seed: int, seeds: "itertools.count[int]", n_slots: int
+        self, base_url: str, alone_url: str, seed: int, seeds: "itertools.count[int]", n_slots: int
     ) -> None:
         """*seeds* are shared by all clients: each conversation is another one."""
-        self._base_url = base_url
+        self._base_url, self._alone_url = base_url, alone_url
         self._n_slots = n_slots
         self._chance = random.Random(seed)
         self._seeds = seeds
@@ -54,9 +57,10 @@ class Client:
         """Return the path and the body of the next request."""
         stream, n_tokens = self._chance.random() < 0.7, self._chance.choice([1, 8, 40])
         fixed = {"max_tokens": n_tokens, "stream": stream, "temperature": 0}
+        chat = fixed | {"logprobs": not stream}  # llama-server refuses them in streams with tools
         if self._chance.random() < TITLES:
             title = [user(self._chance.randrange(10_000), 12)]
-            return "/v1/chat/completions", {"messages": title, **fixed}
+            return "/v1/chat/completions", {"messages": title, **chat}
         messages = self._next_messages()
         match self._chance.randrange(10):
             case 0:
@@ -73,7 +77,7 @@ class Client:
             case 3:
                 return "/v1/chat/completions", {"messages": messages, "n": self._n_slots, **fixed}
             case _:
-                return "/v1/chat/completions", {"messages": messages, "tools": TOOLS, **fixed}
+                return "/v1/chat/completions", {"messages": messages, "tools": TOOLS, **chat}
 
     async def visit(self) -> str:
         """Send one request and see it through, or hang up; return what came of it."""
@@ -93,24 +97,32 @@ class Client:
             return f"broken: {path}: {error!r}"
         if reply.status == 501 and path == "/v1/embeddings":
             return "served"  # as llama-server does without --embeddings
-        if reply.status in REFUSED_STATUSES or b'"error"' in content:
+        if reply.status in REFUSED_STATUSES or b'"error":' in content:
             return f"refused: {path}: {reply.status} {content[-200:]!r}"
-        return "served" if reply.status == 200 else f"failed: {path}: {reply.status} {content!r}"
+        if reply.status != 200:
+            return f"failed: {path}: {reply.status} {content!r}"
+        return await self._compare(body, content) if body.get("logprobs") else "served"
 
-
-async def answer(base_url: str, body: Body) -> Any:
-    """Return the message that a chat is answered with."""
-    async with aiohttp.ClientSession() as http:
-        async with http.post(base_url + "/v1/chat/completions", json=body) as reply:
-            return (await reply.json())["choices"][0]["message"]
+    async def _compare(self, body: Body, content: bytes) -> str:
+        """Return *served* if the answer begins as llama-server's own."""
+        chat = self._alone_url + "/v1/chat/completions"
+        async with aiohttp.ClientSession() as http:
+            async with http.post(chat, json={**body, "cache_prompt": False}) as reply:
+                pair = json.loads(content), await reply.json()
+        mine, own = (each["choices"][0]["logprobs"]["content"][0] for each in pair)
+        is_same = mine["token"] == own["token"]
+        is_same &= abs(mine["logprob"] - own["logprob"]) < LEAST_DIFFERENCE
+        return "served" if is_same else f"other answer: {pair[0]['timings']} {mine} {own}"
 
 
 class Traffic:
     """All clients; what went wrong while llama-server was away is counted as *excused*."""
 
-    def __init__(self, base_url: str, n_clients: int, seed: int, n_slots: int = 2) -> None:
-        seeds = itertools.count(1)
-        self._clients = [Client(base_url, seed + i, seeds, n_slots) for i in range(n_clients)]
+    def __init__(
+        self, base_url: str, alone_url: str, n_clients: int, seed: int, n_slots: int = 2
+    ) -> None:
+        seeds, urls = itertools.count(1), (base_url, alone_url)
+        self._clients = [Client(*urls, seed + i, seeds, n_slots) for i in range(n_clients)]
         self._chance = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
@@ -130,6 +142,9 @@ class Traffic:
     def _count(self, outcome: str, began: float) -> None:
         if outcome in ("served", "left"):
             self.outcomes[outcome] += 1
+        elif outcome.startswith("other answer"):
+            self.outcomes["other answers"] += 1
+            self.failures.append(outcome)
         elif self._was_away_since(began) and not outcome.startswith(("hung", "failed")):
             self.outcomes["excused"] += 1
         else:

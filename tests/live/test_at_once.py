@@ -65,3 +65,25 @@ async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(
             await rig.settled()
             assert distance(reply, await alone(rig, first)) <= WRONG_BAR
             assert distance(sent_again, await alone(rig, left)) <= WRONG_BAR
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid", *in_long("swa")])
+async def test_state_restored_after_several_completions_is_not_copied_over(
+    start_rig: StartRig, kind: str
+) -> None:
+    """llama-server copies the prompt of several completions to their slots at its next evaluation only."""
+    async with start_rig(kind) as rig:
+        bodies = [prompt(1300, seed=1), prompt(1300, seed=2)]
+        for body in bodies:
+            await rig.post(COMPLETION, body)
+            await rig.settled()
+        several = {**prompt(2000, seed=3), "n_cmpl": 2, "n_predict": 1}
+        async with rig.client.post(rig.base_url + COMPLETION, json=several) as told:
+            assert len(await told.json()) == 2
+        for body in bodies:
+            body["prompt"] += prompt(80, seed=4)["prompt"]
+        replies = await asyncio.gather(*(rig.post(COMPLETION, body) for body in bodies))
+        await rig.settled()
+        for body, reply in zip(bodies, replies, strict=True):
+            assert reply["timings"]["cache_n"] >= 1200
+            assert distance(reply, await alone(rig, body)) <= WRONG_BAR

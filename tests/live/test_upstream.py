@@ -57,6 +57,19 @@ def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_p
         assert "one position lower: reused 2200" in said
 
 
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_late_copy_overwrites_restored_states(kind: str, tmp_path: Path) -> None:
+    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    flags = ("--cache-ram", "1024")  # the last flag wins
+    server = LlamaServer(model, tmp_path, n_slots=2, n_ctx=16384, extra_args=flags)
+    server.start()
+    try:
+        status, said = run("late_copy_overwrites_restore.py", server.base_url)
+    finally:
+        server.kill()
+    assert status == SHOWN, said
+
+
 @pytest.mark.parametrize("flag", ["--repack", SLOTS_APART])  # the last flag wins
 def test_amx_kernels_mix_up_slots_unless_weights_are_not_repacked(
     tmp_path: Path, flag: str
