@@ -162,11 +162,12 @@ class SlotPhase(StrEnum):
 class Slot:
     """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
-    `destined` are the tokens that the lease's request will put there, None if they are not known. `sources`
-    are the checkpoints that the content was restored from or saved as; `has_answered`: the slot has
-    answered a request since. `awaits_copy`: a request for several completions ran here. llama-server may
-    copy the cache of one of its slots to the others only at the next evaluation, over a state restored
-    before that (docs/upstream/late_copy_overwrites_restore.py).
+    `destined` are the tokens that the lease's request will put there, None if they are not known; that
+    request `is_answered` while the proxy still looks whether it ran there. `sources` are the checkpoints
+    that the content was restored from or saved as; `has_answered`: the slot has answered a request since.
+    `awaits_copy`: a request for several completions ran here. llama-server may copy the cache of one of its
+    slots to the others only at the next evaluation, over a state restored before that
+    (docs/upstream/late_copy_overwrites_restore.py).
     """
 
     id: SlotId
@@ -174,6 +175,7 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     used_at: float = 0.0
     destined: TokenIds | None = None
+    is_answered: bool = False
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
     awaits_copy: bool = False
@@ -188,7 +190,7 @@ class Slot:
 
     @property
     def is_closing(self) -> bool:
-        return self.phase is SlotPhase.CLOSING
+        return self.phase is SlotPhase.CLOSING or self.is_answered
 
     @property
     def n_held(self) -> int:
@@ -258,7 +260,9 @@ class SlotTable(list[Slot]):
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
-        self[slot_id] = replace(self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None)
+        self[slot_id] = replace(
+            self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None, is_answered=False
+        )
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record the new content of a slot; whatever ran in it has ended."""

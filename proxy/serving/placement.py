@@ -51,6 +51,8 @@ class SimilarRequest(CachedRequest):
             ending.callback(watching.cancel)
             answer = await self._send_as_it_is()
             is_over.set()
+            # The next turn may come at once: it waits for this slot.
+            self._process.slots[self._plan.slot_id].is_answered = True
             await _see_through(watching)
         return self._confirmed(answer)
 

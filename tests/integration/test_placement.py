@@ -184,6 +184,37 @@ async def test_slot_that_a_failed_request_did_not_run_in_is_not_taken_for_empty(
         assert not isinstance(process.slots[held.id].content, Empty)
 
 
+async def test_turn_that_comes_before_the_last_look_at_the_one_before_waits_for_its_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may send its next request as soon as it has the answer."""
+    see_through, looked, may_look = placement._see_through, asyncio.Event(), asyncio.Event()
+
+    async def late(watching: "asyncio.Task[None]") -> None:
+        async def look() -> None:
+            looked.set()
+            await may_look.wait()
+            await watching
+
+        await see_through(asyncio.get_running_loop().create_task(look()))
+
+    monkeypatch.setattr(placement, "_see_through", late)
+    async with start_rig(n_slots=2, idle_save_seconds=60.0, memory=Memory.RESTORE_POINTS) as rig:
+        first = await rig.post(MESSAGES, claude(question("same", 800)))
+        await looked.wait()
+        said = {"role": "assistant", "content": first.content["content"]}
+        turns = [*question("same", 800), said, {"role": "user", "content": "go on"}]
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(turns)))
+        n_sent, n_before = len(rig.server.seen_at("generate")), rig.server.n_evaluated
+        await until(
+            lambda: rig.running.pool.n_waiting or len(rig.server.seen_at("generate")) > n_sent
+        )
+        may_look.set()
+        assert (await asked).status == 200
+        assert rig.server.n_evaluated - n_before <= 40
+        assert await rig.reasons() == []
+
+
 async def test_request_that_overtakes_the_answer_before_it_in_its_slot_goes_on_there(
     start_rig: StartRig,
 ) -> None:
