@@ -110,10 +110,11 @@ class Client:
             async with http.post(chat, json={**body, "cache_prompt": False}) as reply:
                 pair = json.loads(content), await reply.json()
         mine, own = (each["choices"][0]["logprobs"]["content"][0] for each in pair)
-        away = abs(mine["logprob"] - own["logprob"])
-        is_same = mine["token"] == own["token"] and away < LEAST_DIFFERENCE
-        words = f"{mine['token']!r}, alone {own['token']!r}, {away:.3f} away"
-        return "served" if is_same else f"other answer: {words}, {pair[0]['timings']}"
+        alone = {top["id"]: top["logprob"] for top in own["top_logprobs"]}
+        away = abs(mine["logprob"] - alone.get(mine["id"], float("-inf")))
+        if away < LEAST_DIFFERENCE:
+            return "served"
+        return f"other answer: {mine['token']!r} {away:.3f} away, {pair[0]['timings']}"
 
 
 class Traffic:
