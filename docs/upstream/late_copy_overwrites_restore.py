@@ -11,9 +11,9 @@ slot. Seen: log-probabilities that have nothing to do with the prompt.
 
 The slot of the first completion is copied to that of the second by llama_memory_seq_cp
 (server_slot::copy_state_to). Between streams, llama_kv_cache::seq_cp copies the cells at once, but only
-schedules the copy of K and V (sc_info) for the next decode. If each completion is one token, or the client
-hangs up, there is no decode until the next request: a state that is restored meanwhile is copied over.
-With --kv-unified there is one stream, and no such copy.
+schedules the copy of K and V (sc_info) for the next decode (llama.cpp#14363). If each completion is one
+token, or the client hangs up, there is no decode until the next request: a state that is restored meanwhile
+is copied over. With --kv-unified there is one stream, and no such copy.
 
 Exit status: 0 if the defect shows, 1 if not.
 """

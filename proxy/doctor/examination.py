@@ -29,7 +29,7 @@ from proxy.explain.report import Journal
 from proxy.health import Degradations
 from proxy.llama import client
 from proxy.llama.connection import new_session
-from proxy.llama.files import StateFile, read_state_file
+from proxy.llama.files import StateFile, has_two_caches, read_state_file
 from proxy.llama.hosts import recognise
 from proxy.metrics import Metrics
 from proxy.servers.attach import measure_rule
@@ -229,6 +229,8 @@ def _note_states(
     """Note the form and the cost of a state, and the stored checkpoints of this model."""
     if probed.state is not None:
         facts.layout = probed.state.version, probed.state.layout
+        has_two = has_two_caches(probed.state.layout)
+        facts.may_have_window = has_two and process.room.may_have_window
         facts.has_drafting = bool(probed.state.draft_bytes)
     n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
     if n_bytes is not None and probed.restores:

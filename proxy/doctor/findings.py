@@ -16,7 +16,7 @@ from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import Rule, RuleKind
 from proxy.core.rates import seconds_in_words
 from proxy.health import Degradation
-from proxy.llama.files import SUPPORTED_VERSIONS, Section, has_window
+from proxy.llama.files import SUPPORTED_VERSIONS, Section
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import is_private
 from proxy.store.known_models import Owner
@@ -56,6 +56,7 @@ class LlamaServerFacts:
     probe_owner_uid: int | None = None
     layout: tuple[int, tuple[Section, ...] | None] | None = None
     """Slot file version and memory sections of its states; the sections are None if not understood."""
+    may_have_window: bool = False
     has_drafting: bool = False
     """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
     owner: Owner | None = None
@@ -311,7 +312,7 @@ def _memory_findings(
         kinds = " + ".join(section.kind for section in layout or ())
         drafts = " Saved with the draft state of speculative decoding." * facts.has_drafting
         batches = " A sliding window: if -b is larger than -ub, some answers are wrong."
-        batches *= has_window(layout)
+        batches *= facts.may_have_window
         memory = kinds or "of a kind that is not known"
         yield ok("slot files", f"Version {version}; memory: {memory}.{drafts}{batches}")
     else:
@@ -323,7 +324,7 @@ def _memory_findings(
         if n_least := facts.rule.end_holds_from:
             text += f" A state under {n_least:,} tokens cannot be continued at its end."
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
-        cure += "; or with --swa-full" * has_window(layout)
+        cure += "; or with --swa-full" * facts.may_have_window
         yield fine_unless(facts.rule.is_end_only, "memory rule", text, cure)
     if facts.state_bytes:
         text = (

@@ -54,8 +54,11 @@ class Section(msgspec.Struct, frozen=True):
     rows: tuple[tuple[int, int], ...]
 
 
-def has_window(layout: Sequence[Section] | None) -> bool:
-    """Return whether states with these sections have a sliding window: a second attention cache."""
+def has_two_caches(layout: Sequence[Section] | None) -> bool:
+    """Return whether states with these sections have a second attention cache.
+
+    It is that of a sliding window, or the index of sparse attention (llama-kv-cache-dsa.cpp).
+    """
     return [section.kind for section in layout or ()][:2] == ["attention"] * 2
 
 
@@ -295,7 +298,7 @@ class StateFile:
 
         The window is the second attention section (llama-kv-cache-iswa.cpp).
         """
-        if not has_window(self.layout):
+        if not has_two_caches(self.layout):
             return 0
         whole, window, *_ = self.sections or ()
         return window.n_cells if window.n_cells < whole.n_cells == len(self.tokens) else 0
@@ -383,7 +386,8 @@ def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
 SAMPLE_BYTES = 64 << 10
 MAX_NAME_BYTES = 64 << 10
 WINDOW_KEY, RECURRENT_KEY = b".attention.sliding_window", b".ssm."
-"""Parts of the keys that only models with a sliding window, or with a recurrent state, have."""
+INDEX_KEY = b".attention.indexer."
+"""Parts of the keys that only models with a sliding window, a recurrent state or sparse attention have."""
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -407,6 +411,11 @@ def has_key(path: Path, key: bytes) -> bool:
     with suppress(OSError), path.open("rb") as file:
         return key in file.read(1 << 20)
     return False
+
+
+def lacks_window(path: Path) -> bool:
+    """Return whether the metadata of the model at *path* tells of sparse attention without a window."""
+    return has_key(path, INDEX_KEY) and not has_key(path, WINDOW_KEY)
 
 
 def _parts(path: Path) -> list[Path]:

@@ -189,10 +189,12 @@ def order_windows(path: Path, state: files.StateFile) -> bool:
     Returns whether the file changed; its parts keep their places and lengths. Raises OSError if it cannot
     be read or written; the file is then garbage.
     """
-    if not files.has_window(state.layout):
+    if not files.has_two_caches(state.layout):
         return False
     with path.open("r+b") as file:
-        found = [*(state.sections or ())[1:2]]
+        whole, window, *_ = state.sections or ()
+        # With as many cells, it may be the index of sparse attention: its cells stand where the first's do.
+        found = [whole, window] if window.n_cells == whole.n_cells else [window]
         for point in state.context_checkpoints:
             found += _sections(file, point, state.version)
         windows = [f for f in found if f.section.kind == "attention" and f.n_cells]

@@ -28,7 +28,13 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_i
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
-from proxy.llama.files import StateFile, fingerprint_model, has_window, read_state_file
+from proxy.llama.files import (
+    StateFile,
+    fingerprint_model,
+    has_two_caches,
+    lacks_window,
+    read_state_file,
+)
 from proxy.log import get_logger
 from proxy.servers.background import time_disk
 from proxy.serving.launches import Launches, note_emptied
@@ -208,6 +214,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
     meta, adapters = await upstream.model_meta(), await upstream.lora_adapters()
     n_vocab, path = meta.n_vocab, Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
+    process.room.may_have_window = not await asyncio.to_thread(lacks_window, path)
     identity = {
         "model": fingerprint or f"{path} {meta.size}",
         "n_vocab": n_vocab,
@@ -227,7 +234,8 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
             probe = saved.state
             if probe.tokens[: len(tokens)] != tokens:
                 raise CacheFault("a saved slot holds other tokens than were evaluated in it")
-            if has_window(probe.layout) and not launch.has_narrow_batches:
+            is_windowed = process.room.may_have_window and has_two_caches(probe.layout)
+            if is_windowed and not launch.has_narrow_batches:
                 get_logger("lifecycle").warning(_MAY_BE_WRONG)
             await _look_for_clearing(process, slot_id, fixed[-1:])
             process.saves_context_checkpoints = bool(probe.restore_points)
@@ -235,7 +243,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
             process.shares_cells = len(table) > 1 and any(s.n_streams == 1 for s in sections)
             name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
             process.metrics.served_models.labels(name).set(1)
-            static = _static(identity, probe)
+            static = _static(process, identity, probe)
             process.model_namespace = await _namespace(process, static, canary, name)
             known = process.known(RULE, Rule)
             await process.learn_rule(known or await _derive(process, slot_id, saved))
@@ -243,15 +251,17 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
     table.set_content(slot_id, Empty())
 
 
-def _static(identity: Identity, state: StateFile) -> str:
+def _static(process: Process, identity: Identity, state: StateFile) -> str:
     """Return the key of a model before its canary is known: its identity and the form of its states.
 
     With drafting, llama-server restores a state without a draft state too, and every state that it saves
     after such a restore lacks one. The length of the draft state stands for its form.
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
-    # States from before windows were put in order can answer wrongly: they must not be found.
-    ordered = ("in order",) if has_window(state.layout) else ()
+    # States from before windows were put in order can answer wrongly: they must not be found. Nor
+    # must those from when the index of sparse attention was put in order, too.
+    order = "in order" if process.room.may_have_window else "as saved"
+    ordered = (order,) if has_two_caches(state.layout) else ()
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 
@@ -270,7 +280,7 @@ async def _recognize(process: Process, identity: Identity, canary: list[tuple[in
             # Whether this build saves context checkpoints is not known: a rule is known for one case only.
             for process.saves_context_checkpoints in (True, False):
                 known = process.known(RULE, Rule)
-                if known and owner.static == _static(identity, state):
+                if known and owner.static == _static(process, identity, state):
                     process.degrade(DegradationKind.DIRECTORY_IS_READ_ONLY, directory)
                     return await process.learn_rule(known)
     raise CannotCache(DegradationKind.DIRECTORY_IS_NO_USE, directory)

@@ -86,6 +86,8 @@ class Room:
         self._process = process
         self.repairs_windows = True
         """Whether cut windows are repaired in files of the versions that may need it; the rule tells."""
+        self.may_have_window = True
+        """Whether the model may have a sliding window; the model file tells, if it can be read."""
 
     def for_slot(self, content: Content) -> AbstractAsyncContextManager[str]:
         """Yield the name under which a slot that holds *content* is to be saved.
@@ -239,7 +241,9 @@ class Room:
             if stamp[1] != reply.n_written:
                 raise errors.CacheFault(f"wrote {reply.n_written} bytes, the file has {stamp[1]}")
             state = read_state_file(path)
-            is_changed = files.edit(name, lambda path: state_edits.order_windows(path, state))
+            is_changed = self.may_have_window and files.edit(
+                name, lambda path: state_edits.order_windows(path, state)
+            )
             if self.repairs_windows and state.version in state_edits.NEEDED_BY_VERSIONS:
                 is_changed |= files.edit(name, state_edits.repair_window)
             if is_changed:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import gguf
 
 from tests.lab.layers import (
+    ATTENTION_GAIN,
     CONVOLUTION_WIDTH,
     Shape,
     add_attention,
@@ -28,6 +29,9 @@ NORM_EPSILON = 1e-6
 # This norm also lifts the rounding errors of attention; at full size, near ties would be decided by
 # them in every tenth answer.
 POST_ATTENTION_SCALE = 0.3
+# An index picks so many tokens; its keys are as long as those of the real models.
+N_PICKED = 64
+INDEX_SIZE = 128
 
 WriteArchitecture = Callable[[gguf.GGUFWriter, TensorWriter, Shape], None]
 
@@ -124,6 +128,47 @@ def write_hybrid_no_mrope(writer: gguf.GGUFWriter, tensors: TensorWriter, shape:
         else:
             add_mamba2(tensors, block, shape)
         tensors.constant(f"{block}.ffn_norm.weight", shape.n_embd)
+        add_feed_forward(tensors, block, shape)
+
+
+def write_sparse(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `glm-dsa`: each token attends to the few that an index picks, which has a cache of its own."""
+    nope_size = rope_size = latent_size = shape.head_size
+    _write_common(writer, shape)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent_size + rope_size)
+    writer.add_value_length(latent_size)
+    writer.add_key_length_mla(nope_size + rope_size)
+    writer.add_value_length_mla(shape.head_size)
+    writer.add_rope_dimension_count(rope_size)
+    writer.add_q_lora_rank(latent_size)
+    writer.add_kv_lora_rank(latent_size)
+    writer.add_indexer_head_count(shape.n_heads)
+    writer.add_indexer_key_length(INDEX_SIZE)
+    writer.add_indexer_top_k(N_PICKED)
+    writer.add_leading_dense_block_count(shape.n_layers)
+    writer.add_expert_feed_forward_length(shape.n_ff)
+    writer.add_expert_shared_count(1)
+    for layer in range(shape.n_layers):
+        block = f"blk.{layer}"
+        for norm in ("attn_q_a_norm", "attn_kv_a_norm"):
+            tensors.constant(f"{block}.{norm}.weight", latent_size, ATTENTION_GAIN)
+        for norm in ("attn_norm", "ffn_norm"):
+            tensors.constant(f"{block}.{norm}.weight", shape.n_embd)
+        key_size, value_size = nope_size + rope_size, shape.n_heads * shape.head_size
+        tensors.matrix(f"{block}.attn_q_a.weight", latent_size, shape.n_embd)
+        tensors.matrix(f"{block}.attn_q_b.weight", shape.n_heads * key_size, latent_size)
+        tensors.matrix(f"{block}.attn_kv_a_mqa.weight", latent_size + rope_size, shape.n_embd)
+        tensors.heads(f"{block}.attn_k_b.weight", shape.n_heads, latent_size, nope_size)
+        tensors.heads(f"{block}.attn_v_b.weight", shape.n_heads, shape.head_size, latent_size)
+        tensors.residual_matrix(f"{block}.attn_output.weight", shape.n_embd, value_size)
+        index_size = shape.n_heads * INDEX_SIZE
+        tensors.constant(f"{block}.indexer.k_norm.weight", INDEX_SIZE)
+        tensors.constant(f"{block}.indexer.k_norm.bias", INDEX_SIZE, 0.0)
+        tensors.small_matrix(f"{block}.indexer.proj.weight", shape.n_heads, shape.n_embd)
+        tensors.matrix(f"{block}.indexer.attn_k.weight", INDEX_SIZE, shape.n_embd)
+        tensors.matrix(f"{block}.indexer.attn_q_b.weight", index_size, latent_size)
         add_feed_forward(tensors, block, shape)
 
 

@@ -37,6 +37,7 @@ KINDS = {
     "recurrent": Kind(gguf.MODEL_ARCH.MAMBA2, architectures.write_recurrent),
     "hybrid": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid, template="thinking"),
     "hybrid_mtp": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid_mtp, template="thinking"),
+    "sparse": Kind(gguf.MODEL_ARCH.GLM_DSA, architectures.write_sparse),
     "hybrid_no_mrope": Kind(gguf.MODEL_ARCH.GRANITE_HYBRID, architectures.write_hybrid_no_mrope),
 }
 

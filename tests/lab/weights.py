@@ -77,6 +77,10 @@ class TensorWriter:
         """Add a matrix in full precision, as convolutions need it."""
         self.values(name, _draw(name, (n_outputs, n_inputs)) * gain / np.sqrt(n_inputs))
 
+    def heads(self, name: str, n_heads: int, n_outputs: int, n_inputs: int) -> None:
+        """Add one matrix for each head, in full precision."""
+        self.values(name, _draw(name, (n_heads, n_outputs, n_inputs)) / np.sqrt(n_inputs))
+
     def constant(self, name: str, size: int, value: float = 1.0) -> None:
         """Add a vector of one value, as for norms."""
         self.values(name, np.full(size, value))

@@ -81,7 +81,8 @@ def ran_into(kind: DegradationKind, detail: str = "", **changes: Any) -> LlamaSe
 def memory(
     rule: Rule, *, version: int = 4, sections: tuple[Section, ...] = (ATTENTION,)
 ) -> LlamaServerFacts:
-    return server(layout=(version, sections), rule=rule)
+    may_have_window = len(sections) > 1
+    return server(layout=(version, sections), rule=rule, may_have_window=may_have_window)
 
 
 def stored(n_checkpoints: int, **changes: Any) -> Setup:
