@@ -212,5 +212,22 @@ async def test_what_a_closing_server_will_not_answer_is_cut_off(
         assert (await rig.chat("d")).status == 200
 
 
+async def test_llama_server_that_is_ending_does_not_wait_for_what_is_warmed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "CUT_SECONDS", 0.3)
+    async with start_rig(n_slots=2, upstream_wait_seconds=0.2) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        warm = rig.client.post(rig.admin_url + "/warm?whole=1", json={"messages": question("a")})
+        warming = asyncio.ensure_future(warm)
+        await gate.reached()
+        await rig.server.shut_down()
+        async with await warming as reply:
+            assert '"error"' in (await reply.text()).splitlines()[-1]
+        gate.open()
+        await rig.server.restart()
+        await rig.attached()
+
+
 def stream_of(name: str, n_tokens: int = 10) -> dict[str, Any]:
     return {"messages": question(name), "stream": True, "max_tokens": n_tokens}
