@@ -316,12 +316,12 @@ def _steadiest(options: list[Start]) -> Start:
 def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
     """Return how many tokens a prompt can probably reuse of a closing slot, if it waits for the slot."""
     content, tokens = slot.content, prompt.tokens
-    if isinstance(content, Unknown):
-        likely = slot.destined if content.likely is None else content.likely
+    if slot.answered_for is not None and slot.destined:  # what it holds is about to be known
+        is_ours = slot.answered_for == prompt.namespace
+        return common_prefix_length(slot.destined, tokens) if is_ours else 0
+    if isinstance(content, Unknown) and content.likely is not None:
         is_ours = content.tenant == prompt.namespace
-        return common_prefix_length(likely, tokens) if likely is not None and is_ours else 0
-    if (destined := slot.destined) and shared_tokens(content, destined) < len(destined):
-        return common_prefix_length(destined, tokens)  # what it holds is about to be known
+        return common_prefix_length(content.likely, tokens) if is_ours else 0
     n_common = shared_tokens(content, tokens, prompt.namespace)
     return live_reuse(now.rule, content, n_common, prompt.n_tokens)[0]
 

@@ -162,11 +162,11 @@ class SlotPhase(StrEnum):
 class Slot:
     """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
-    `destined` are the tokens that the lease's request will put there, None if they are not known; that
-    request `is_answered` while the proxy still looks whether it ran there. `sources` are the checkpoints
-    that the content was restored from or saved as; `has_answered`: the slot has answered a request since.
-    `awaits_copy`: a request for several completions ran here. llama-server may copy the cache of one of its
-    slots to the others only at the next evaluation, over a state restored before that
+    `destined` are the tokens that the lease's request will put there, None if they are not known. That
+    request is `answered_for` a tenant while the proxy still looks whether it ran there. `sources` are the
+    checkpoints that the content was restored from or saved as; `has_answered`: the slot has answered a
+    request since. `awaits_copy`: a request for several completions ran here. llama-server may copy the
+    cache of one of its slots to the others only at the next evaluation, over a state restored before that
     (docs/upstream/late_copy_overwrites_restore.py).
     """
 
@@ -175,7 +175,7 @@ class Slot:
     phase: SlotPhase = SlotPhase.FREE
     used_at: float = 0.0
     destined: TokenIds | None = None
-    is_answered: bool = False
+    answered_for: Namespace | None = None
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
     awaits_copy: bool = False
@@ -190,7 +190,7 @@ class Slot:
 
     @property
     def is_closing(self) -> bool:
-        return self.phase is SlotPhase.CLOSING or self.is_answered
+        return self.phase is SlotPhase.CLOSING or self.answered_for is not None
 
     @property
     def n_held(self) -> int:
@@ -261,14 +261,14 @@ class SlotTable(list[Slot]):
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
         self[slot_id] = replace(
-            self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None, is_answered=False
+            self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None, answered_for=None
         )
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record the new content of a slot; whatever ran in it has ended."""
         slot = self[slot_id]
         is_damaged = not self._damaged.isdisjoint(content.origin.ancestors)
-        slot.content = TAINTED if is_damaged else content
+        slot.content, slot.answered_for = TAINTED if is_damaged else content, None
         if slot.phase in (SlotPhase.READY, SlotPhase.RUNNING):
             slot.phase = SlotPhase.PREPARING
         if isinstance(content, Empty):

@@ -52,7 +52,7 @@ class SimilarRequest(CachedRequest):
             answer = await self._send_as_it_is()
             is_over.set()
             # The next turn may come at once: it waits for this slot.
-            self._process.slots[self._plan.slot_id].is_answered = True
+            self._process.slots[self._plan.slot_id].answered_for = self._prompt.namespace
             await _see_through(watching)
         return self._confirmed(answer)
 

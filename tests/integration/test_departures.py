@@ -66,6 +66,20 @@ async def test_leaving_during_the_save_of_displaced_work_does_not_cut_it_short(
         assert (await rig.chat("a")).n_reused == 308
 
 
+async def test_prompt_whose_client_left_before_it_was_sent_is_not_waited_for_in_its_slot(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        await rig.chat("b")
+        gate = await leave_during(rig, "save", "c")
+        assert await stays_leased(rig)
+        async with asyncio.timeout(10):
+            assert (await rig.chat("c")).status == 200
+        gate.open()
+        await rig.settled()
+
+
 async def test_leaving_during_the_save_before_an_uncached_request_does_not_cut_it_short(
     start_rig: StartRig,
 ) -> None:

@@ -1,5 +1,6 @@
 """The choice of slot and start for one request."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,17 @@ def test_plan_does_not_wait_for_a_slot_that_will_be_erased() -> None:
     """Its request was abandoned over a restored state that cannot be cut."""
     closing = Slot(SlotId(0), TAINTED, phase=SlotPhase.CLOSING, destined=run_of(1000))
     assert plan(1200, ANY_PREFIX, slots=(closing, Slot(SlotId(1), Empty()))).slot_id == 1
+
+
+def test_plan_does_not_wait_for_an_answer_to_another_tenant() -> None:
+    mine = Slot(
+        SlotId(0), Empty(), SlotPhase.RUNNING, destined=run_of(1000), answered_for=NAMESPACE
+    )
+    theirs = replace(mine, answered_for=OTHER_NAMESPACE)
+    free, prompt = Slot(SlotId(1), Empty()), Prompt(run_of(1200), NAMESPACE)
+    now = Situation(ANY_PREFIX, (mine, free), (), steady(), 100_000)
+    assert plan_request(prompt, now) is None
+    assert plan_request(prompt, replace(now, slots=(theirs, free)))
 
 
 def test_plan_without_a_free_slot_is_none() -> None:
