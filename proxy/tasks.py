@@ -30,9 +30,11 @@ class Tasks:
         return task
 
     async def drain(self, seconds: float) -> None:
-        """Wait for all running tasks, at most *seconds*, then cancel the rest."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=seconds)
+        """Wait for all running tasks and those that they start, at most *seconds*, then cancel the rest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._running:
+                    await asyncio.wait(self._running)
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -13,8 +13,9 @@ import pytest
 
 from proxy.cli.serve import _serve_until_told
 from proxy.settings import Settings
+from proxy.tasks import Tasks
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, Rig, question, with_image
+from tests.integration.rig import CHAT, Rig, hang_up, question, with_image
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -100,6 +101,31 @@ async def test_save_under_way_is_finished_at_shutdown(start_rig: StartRig) -> No
         await stopping
         await rig.start_proxy()
         assert rig.checkpoints == [("conversation", 312)]
+
+
+async def test_prompt_of_a_client_that_left_is_saved_at_shutdown(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save begins when the proxy waits for what runs already."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        gate, is_waiting = rig.server.hold("chunk"), asyncio.Event()
+        streaming = await begin_stream(rig, 10)
+        await gate.reached()
+        await hang_up(streaming)
+        drain = Tasks.drain
+
+        async def told(tasks: Tasks, seconds: float) -> None:
+            is_waiting.set()
+            await drain(tasks, seconds)
+
+        monkeypatch.setattr(Tasks, "drain", told)
+        stopping = asyncio.ensure_future(rig.stop_proxy())
+        await is_waiting.wait()
+        rig.server.release("chunk")
+        await stopping
+        rig.server.replace_process()  # else its slots would be saved at the start
+        await rig.start_proxy()
+        assert [kind for kind, _ in rig.checkpoints] == ["conversation"]
 
 
 @pytest.mark.parametrize("idle_save_seconds", [0.04, 60.0])
