@@ -268,7 +268,7 @@ class SlotTable(list[Slot]):
         """Record the new content of a slot; whatever ran in it has ended."""
         slot = self[slot_id]
         is_damaged = not self._damaged.isdisjoint(content.origin.ancestors)
-        slot.content, slot.answered_for = TAINTED if is_damaged else content, None
+        slot.content = TAINTED if is_damaged else content
         if slot.phase in (SlotPhase.READY, SlotPhase.RUNNING):
             slot.phase = SlotPhase.PREPARING
         if isinstance(content, Empty):

@@ -54,6 +54,7 @@ class SimilarRequest(CachedRequest):
             # The next turn may come at once: it waits for this slot.
             self._process.slots[self._plan.slot_id].answered_for = self._prompt.namespace
             await _see_through(watching)
+            self._process.slots[self._plan.slot_id].answered_for = None
         return self._confirmed(answer)
 
     async def _overwrite(self) -> None:
@@ -183,7 +184,7 @@ class SimilarRequest(CachedRequest):
                 hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free slots now
         if self._is_placed:
-            self._process.slots[self._plan.slot_id].note_running()
+            self._process.queue.note_running(self._plan.slot_id)
         if self._is_placed and before is not None and self._plan.slot_id == slot_id:
             self._process.recover(DegradationKind.PLACED_ELSEWHERE)
         hold.end()

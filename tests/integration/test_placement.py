@@ -324,6 +324,32 @@ async def test_request_whose_slot_is_not_told_may_have_run_in_any_free_one(
         assert not any(isinstance(slot.content, Known) for slot in process.slots)
 
 
+async def test_request_that_any_slot_may_serve_does_not_wait_for_one_whose_start_was_seen_late(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are granted again once a start takes too long."""
+    may_look = asyncio.Event()
+
+    async def held(process: Process, before: LastTasks | None) -> list[SlotId] | None:
+        await may_look.wait()
+        return await begun_since(process, before)
+
+    monkeypatch.setattr(placement, "begun_since", held)
+    monkeypatch.setattr(placement, "_START_SECONDS", 0.0)
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        gate = rig.server.hold("chunk")
+        body = {**claude(question("a")), "stream": True}
+        streaming = asyncio.ensure_future(rig.post(MESSAGES, body))
+        await gate.reached()
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(with_image(question("b")))))
+        await rig.waiting(1)
+        may_look.set()
+        async with asyncio.timeout(10):
+            assert (await asked).status == 200
+        rig.server.release("chunk")
+        assert (await streaming).status == 200
+
+
 async def test_prompt_that_cannot_be_read_before_it_is_sent_is_not_taken_for_the_slots_tokens(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
