@@ -13,12 +13,12 @@ from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, SlotTable, n_busy, not_to_save, shared_tokens
+from proxy.core.slots import Known, Slot, SlotPhase, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
 from proxy.serving.process import RATES, SIZES, Process
-from proxy.serving.queue import Choice, FreeElsewhere
+from proxy.serving.queue import Choice, FreeElsewhere, Lease
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
 from proxy.store.store import N_NEWEST
@@ -136,11 +136,13 @@ async def _drain(process: Process, seconds: float) -> None:
 
 
 async def _settle(process: Process, seconds: float) -> None:
-    queue = process.queue
+    def when_idle() -> Choice[None] | None:
+        is_busy = any(slot.is_leased for slot in process.slots)
+        return None if is_busy else Choice(tuple(slot.id for slot in process.slots), None)
+
     with suppress(TimeoutError, ServerAway, FreeElsewhere, TooManyRequests):
         async with asyncio.timeout(seconds):
-            all_slots = partial(_when_idle, queue.table, *(slot.id for slot in queue.table))
-            (await queue.lease(all_slots)).release()
+            (await process.queue.lease(when_idle)).release()
     await _drain(process, seconds)
 
 
@@ -280,8 +282,8 @@ class Ahead:
             if settling := [task for _, task in process.settling]:
                 await asyncio.wait(settling)
             await self._evaluate(process, request)
-        except (ServerAway, UpstreamUnreachable, FreeElsewhere, TooManyRequests):
-            pass  # the slot is gone, or wanted
+        except UpstreamUnreachable:
+            pass  # the slot is gone
         except Exception as error:  # nobody has asked for it
             process.faults.record("unattended action", error)
         finally:
@@ -294,9 +296,14 @@ class Ahead:
         if not (account and prompt and chat and answer):
             return
         tokens = await process.reader.read_next(chat, answer.said(), request.headers)
-        slot, cuts = process.slots[account.plan.slot_id], Cuts(prompt.cuts.header)
+        cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
-        with await process.queue.lease(partial(_when_idle, process.slots, slot.id)) as lease:
+        slot_id = account.plan.slot_id
+        # Not in the queue: while a request waits there, no idle slot is saved.
+        while (lease := _lease_if_idle(process, slot_id)) is None:  # noqa: ASYNC110
+            await asyncio.sleep(_IDLE_SECONDS)
+        with lease:
+            slot = process.slots[slot_id]
             if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
             start = plan_in(process, next_prompt, slot.id).start
@@ -327,5 +334,8 @@ class Ahead:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
 
 
-def _when_idle(table: SlotTable, *slot_ids: SlotId) -> Choice[None] | None:
-    return None if any(slot.is_leased for slot in table) else Choice(slot_ids, None)
+def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:
+    """Lease a slot if no slot is in use; raises UpstreamUnreachable if the process is gone."""
+    process.require_alive()
+    is_idle = not any(slot.is_leased for slot in process.slots)
+    return process.queue.try_lease(slot_id) if is_idle else None

@@ -33,6 +33,7 @@ SETTINGS = (
     "explain_keep",
     "has_salts",
     "shared_store",
+    "ahead_seconds",
 )
 
 

@@ -12,6 +12,7 @@ from proxy.core.model import SlotId
 from proxy.core.plan import Why
 from proxy.core.slots import Known
 from proxy.llama import client as llama_server
+from proxy.servers import background
 from proxy.serving import cached
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
@@ -218,3 +219,19 @@ async def test_slot_of_a_request_that_is_read_beside_its_answer_is_leased_until_
         assert process.slots[SlotId(0)].is_leased
         gate.open()
         await rig.settled()
+
+
+@pytest.mark.parametrize("ahead_seconds", [0.0, 20.0])
+async def test_idle_slot_is_saved_while_its_next_prompt_waits_for_another_answer(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, ahead_seconds: float
+) -> None:
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    async with start_rig(n_slots=2, ahead_seconds=ahead_seconds, idle_save_seconds=0.2) as rig:
+        rig.server.hold("chunk")
+        streaming = rig.begin_chat("b", stream=True)
+        await until(lambda: rig.server.n_chunks_sent)
+        await rig.chat("a")
+        async with asyncio.timeout(20):
+            await until(lambda: rig.checkpoints)
+        rig.server.release("chunk")
+        assert (await streaming).status == 200
