@@ -262,7 +262,9 @@ class Ahead:
             self._is_visit = is_visit or request.shared.startswith("fetched")
             may_follow = is_last and request.keeps_text and not self._is_visit
             self._last = (process, request) if may_follow else None
-        if self._last and self._max_seconds and (self._task is None or self._task.done()):
+        if self._last and self._max_seconds and not (self._task and self._is_evaluating):
+            if self._task:
+                self._task.cancel()  # it is that of an earlier answer
             self._task = process.tasks.start(self._begin(*self._last))
 
     def may_follow(self, process: Process, request: Request) -> bool:
