@@ -46,7 +46,7 @@ class UncachedRequest:
         self._n_slots = min(n_slots, len(process.slots))
         self._namespace = request.namespace
         self._before: LastTasks | None = None
-        self._is_placed = False
+        self._is_sent = self._is_placed = False
 
     async def serve_pinned(self, body: requests.GenerationBody) -> None:
         """Serve the request in one slot of the proxy's choice."""
@@ -106,6 +106,7 @@ class UncachedRequest:
         The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
         process, request = self._process, self._request
+        self._is_sent = True
         answer = await process.launches.send(self._turn, request, raw, on_start)
         if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
             process.unsupported_paths.add(request.path)
@@ -151,8 +152,8 @@ class UncachedRequest:
 
     def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""
-        if not lease.held:
-            return  # a slot action took over the lease before the request was sent
+        if not (lease.held and self._is_sent):
+            return  # a slot action took over the lease, or nothing has begun
         self._mark_unknown(lease.held)
         ending = outlast(self._process, lambda: lease.reserved)
         lease.hand_over(self._process.tasks.start(ending))

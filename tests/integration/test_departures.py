@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from proxy.core.model import SlotId
+from proxy.core.slots import Known
 from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, question, with_image
 from tests.lab.waiting import until
 
 
@@ -109,6 +110,23 @@ async def test_leaving_during_the_save_before_a_messages_request_does_not_cut_it
         assert await stays_leased(rig)
         gate.open()
         await until(lambda: rig.checkpoints == [("conversation", 312)])
+
+
+async def test_leaving_before_an_uncached_request_was_sent_leaves_every_slot_known(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        for name in "ab":
+            await rig.chat(name)
+        process = await rig.attached()
+        gate = rig.server.hold("slots", n_calls=1)
+        body = {"messages": with_image([{"role": "user", "content": " hello"}])}
+        asked = asyncio.ensure_future(rig.post("/v1/messages", body))
+        await gate.reached()
+        await hang_up(asked)
+        await until(lambda: rig.n_occupied() == 0)
+        gate.open()
+        assert all(isinstance(slot.content, Known) for slot in process.slots)
 
 
 async def test_leaving_during_generation_holds_the_slot_until_it_has_ended(
