@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from typing import TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.saving import is_write_back_due
@@ -21,6 +22,7 @@ from proxy.tasks import Turn, Turns, wait_for
 # request, and the content of the other free slots is saved before. llama-server leaves running slots alone,
 # so as many requests generate at once as there are slots. On other servers a turn excludes nobody.
 
+T = TypeVar("T")
 
 LastTasks = dict[SlotId, int]
 """The id of the last task that each slot ran, which survives the task."""
@@ -57,6 +59,17 @@ async def begun_since(process: Process, before: LastTasks | None) -> list[SlotId
     if before is None or (after := await last_tasks(process)) is None:
         return None
     return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
+
+
+async def see_through(looking: "asyncio.Task[T]") -> T:
+    """Await *looking* even if the client hangs up after its answer: its slot must be known."""
+    try:
+        return await asyncio.shield(looking)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or looking.cancelled():
+            raise
+        task.uncancel()
+        return await looking
 
 
 class Launches:

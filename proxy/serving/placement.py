@@ -17,7 +17,7 @@ from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased,
 from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
-from proxy.serving.launches import LastTasks, begun_since, last_tasks
+from proxy.serving.launches import LastTasks, begun_since, last_tasks, see_through
 from proxy.serving.queue import replaced
 from proxy.tasks import Turn, wait_for
 
@@ -53,7 +53,7 @@ class SimilarRequest(CachedRequest):
             is_over.set()
             # The next turn may come at once: it waits for this slot.
             self._process.slots[self._plan.slot_id].answered_for = self._prompt.namespace
-            await _see_through(watching)
+            await see_through(watching)
             self._process.slots[self._plan.slot_id].answered_for = None
         return self._confirmed(answer)
 
@@ -229,14 +229,3 @@ class SimilarRequest(CachedRequest):
         quiet = [s.id for s in table if s.phase in is_quiet or s.id == slot_id]
         before = await last_tasks(self._process)
         return None if before is None else {other: before.get(other, -1) for other in quiet}
-
-
-async def _see_through(watching: "asyncio.Task[None]") -> None:
-    """Await *watching* even if the client hangs up after its answer: the slot must be known."""
-    try:
-        await asyncio.shield(watching)
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is None or watching.cancelled():
-            raise
-        task.uncancel()
-        await watching

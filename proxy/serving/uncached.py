@@ -12,7 +12,7 @@ from proxy.core.slots import TAINTED, Known, Slot, Unknown, must_be_erased
 from proxy.errors import UpstreamFault
 from proxy.llama import requests
 from proxy.llama.answers import Answer
-from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast
+from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast, see_through
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
 from proxy.serving.request import NO_READ, OnStart, Request, do_nothing
@@ -94,7 +94,7 @@ class UncachedRequest:
                 if self._body is not None and (self._n_slots > 1 or not may_reuse):
                     raw = requests.pin(self._body, reuses=may_reuse)
                 await self._send(raw)
-                used = await self._used(lease)
+                used = await see_through(self._process.tasks.start(self._used(lease)))
             except BaseException:
                 self._abandon(lease)
                 raise

@@ -9,7 +9,15 @@ from proxy.core.slots import Known
 from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, question, with_image
+from tests.integration.rig import (
+    COMPLETION,
+    MESSAGES_FORMS,
+    Form,
+    Rig,
+    hang_up,
+    question,
+    with_image,
+)
 from tests.lab.waiting import until
 
 
@@ -127,6 +135,20 @@ async def test_leaving_before_an_uncached_request_was_sent_leaves_every_slot_kno
         await until(lambda: rig.n_occupied() == 0)
         gate.open()
         assert all(isinstance(slot.content, Known) for slot in process.slots)
+
+
+async def test_leaving_with_an_uncached_answer_leaves_the_other_slots_as_they_were(
+    start_rig: StartRig,
+) -> None:
+    """Which slot it ran in is still looked for when the client has the answer."""
+    async with start_rig(n_slots=3, idle_save_seconds=60.0) as rig:
+        for name in "abc":
+            await rig.chat(name)
+        process = await rig.attached()
+        body = {"messages": with_image([{"role": "user", "content": " hello"}])}
+        assert (await rig.post("/v1/messages", body)).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert sum(isinstance(slot.content, Known) for slot in process.slots) == 2
 
 
 async def test_leaving_during_generation_holds_the_slot_until_it_has_ended(

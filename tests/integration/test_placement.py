@@ -13,7 +13,7 @@ import pytest
 from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, Empty, Known, SlotPhase
 from proxy.serving import placement, uncached
-from proxy.serving.launches import LastTasks, begun_since
+from proxy.serving.launches import LastTasks, begun_since, see_through
 from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from tests.fakes.slots import Memory
@@ -188,7 +188,7 @@ async def test_turn_that_comes_before_the_last_look_at_the_one_before_waits_for_
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may send its next request as soon as it has the answer."""
-    see_through, looked, may_look = placement._see_through, asyncio.Event(), asyncio.Event()
+    looked, may_look = asyncio.Event(), asyncio.Event()
 
     async def late(watching: "asyncio.Task[None]") -> None:
         async def look() -> None:
@@ -198,7 +198,7 @@ async def test_turn_that_comes_before_the_last_look_at_the_one_before_waits_for_
 
         await see_through(asyncio.get_running_loop().create_task(look()))
 
-    monkeypatch.setattr(placement, "_see_through", late)
+    monkeypatch.setattr(placement, "see_through", late)
     async with start_rig(n_slots=2, idle_save_seconds=60.0, memory=Memory.RESTORE_POINTS) as rig:
         first = await rig.post(MESSAGES, claude(question("same", 800)))
         await looked.wait()
