@@ -197,20 +197,15 @@ async def _send_for_nobody(
     """
     headers = {"Content-Type": "application/json", **keys}
     try:
-        url = upstream.url(path)
-        async with (
-            upstream.waiting(),
-            upstream.session.post(url, data=raw, headers=headers) as reply,
-        ):
+        post = upstream.session.post(upstream.url(path), data=raw, headers=headers)
+        async with upstream.waiting(), post as reply:
             body = await reply.read()
     except aiohttp.ClientConnectorError as error:
         raise ServerAway(reason_of(error), was_sent=False) from error
     except (aiohttp.ClientError, OSError) as error:
-        told, is_cut = (
-            f"llama-server went away: {reason_of(error)}",
-            isinstance(error, TimeoutError),
-        )
-        raise ServerAway(told, has_ended=not is_cut) from error
+        # A call is cut off because its llama-server was told to end.
+        told, is_cut = reason_of(error), isinstance(error, TimeoutError)
+        raise ServerAway(f"llama-server went away: {told}", has_ended=not is_cut) from error
     if reply.status != 200:
         raise NotWarmed(str(UpstreamRefused(reply.status, error_message(body))))
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
