@@ -83,8 +83,7 @@ async def test_prompt_whose_client_left_before_it_was_sent_is_not_waited_for_in_
         await rig.chat("b")
         gate = await leave_during(rig, "save", "c")
         assert await stays_leased(rig)
-        async with asyncio.timeout(10):
-            assert (await rig.chat("c")).status == 200
+        assert (await rig.chat("c")).status == 200
         gate.open()
         await rig.settled()
 

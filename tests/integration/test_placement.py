@@ -344,8 +344,7 @@ async def test_request_that_any_slot_may_serve_does_not_wait_for_one_whose_start
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(with_image(question("b")))))
         await rig.waiting(1)
         may_look.set()
-        async with asyncio.timeout(10):
-            assert (await asked).status == 200
+        assert (await asked).status == 200
         rig.server.release("chunk")
         assert (await streaming).status == 200
 
