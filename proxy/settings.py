@@ -245,10 +245,14 @@ def parse_pairs(values: str) -> dict[str, str]:
 
 def upstream_urls(settings: Settings) -> list[str]:
     """Return the base URLs of `upstream`; raises SettingsError if one is the proxy's own address."""
-    own = {reachable(getattr(settings, name)): name for name in ("listen", "admin")}
+
+    def place(address: str) -> str:
+        return reachable(address.replace("localhost", "127.0.0.1"))
+
+    own = {place(getattr(settings, name)): name for name in ("listen", "admin")}
     urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
     for url in urls:
-        address = url.partition("://")[2].partition("/")[0].replace("localhost", "127.0.0.1")
+        address = place(url.partition("://")[2].partition("/")[0])
         if address in own:  # it would ask itself without end
             says = f"is the proxy's own `{own[address]}`: give llama-server's address"
             raise SettingsError(f"upstream: {url} {says}")

@@ -238,9 +238,9 @@ class ContextCut:
 
 
 def room_for_prompt(n_ctx: int, n_wanted: int | None) -> int:
-    """Return how long a prompt may be to leave room for an answer of *n_wanted* tokens."""
+    """Return how long a prompt may be to leave room for an answer of *n_wanted* tokens, 1 at least."""
     most = int(n_ctx * _RESERVE_SHARE)
-    return n_ctx - (most if n_wanted is None or n_wanted < 0 else min(n_wanted, most))
+    return n_ctx - (most if n_wanted is None or n_wanted < 0 else min(max(1, n_wanted), most))
 
 
 def step_of(n_ctx: int, n_room: int) -> int:

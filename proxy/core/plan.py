@@ -125,7 +125,7 @@ class Why(StrEnum):
     NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
     NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
-    NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
+    NOTHING_DISPLACED = "going on in the slot that holds more would displace more than it saves"
     NOT_WANTED = "the client asks for no_read"
     TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"
 
@@ -394,10 +394,10 @@ def _why(rule: Rule, options: list[Start]) -> Why:
         if best.n_reused < n_stored:
             return Why.RESTORE_SHORTER
         return Why.RESTORE_LONGEST if best.n_reused > n_live else Why.RESTORE_ELSEWHERE
+    if best.n_reused < n_live:
+        return Why.NOTHING_DISPLACED
     if best.n_reused:
         return Why.LIVE_LONGEST if best.n_reused >= n_stored else Why.LIVE_CHEAPER
-    if n_live:
-        return Why.NOTHING_DISPLACED
     if n_stored:
         return Why.NOTHING_WORTH_IT
     return Why.NOTHING_FOUND if rule.can_restore else Why.NOTHING_RESTORABLE

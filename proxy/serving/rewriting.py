@@ -28,7 +28,7 @@ _ASK_SECONDS = 2.0
 _VALUE_NAME = "stabilizers"
 _N_PROCESSES = 64
 _SEEN_BYTES = 16 << 20
-"""So many bytes of bodies are remembered; their decoded messages take about twice that."""
+"""So many bytes of bodies are remembered."""
 _SMALL_BYTES = 16 << 10
 """A smaller body counts as much, which bounds the number of conversations."""
 _N_FIRST_MESSAGES = 2

@@ -59,10 +59,11 @@ Change = tuple[list[Json], tuple[Name, ...]]
 class Seen(NamedTuple):
     """The messages of a request as received, and the changes of single messages by index, ascending.
 
-    Later requests of the conversation repeat these messages, so that only new ones are looked at.
+    Later requests of the conversation repeat these messages, so that only new ones are looked at. They are
+    encoded: objects with another order of keys are equal, but are rendered differently.
     """
 
-    messages: list[Json] = []
+    messages: list[bytes] = []
     changes: dict[int, Change] = {}
 
 
@@ -104,7 +105,8 @@ def stabilize(
         return result  # llama-server will refuse it
     messages = draft.messages
     names = [n for n in Name if n in switches and route in _ROUTES.get(n, CONVERSATIONS)]
-    n_seen = common_prefix_length(seen.messages, messages)
+    received = [encode(message) for message in messages]
+    n_seen = common_prefix_length(seen.messages, received)
     changes = {index: change for index, change in seen.changes.items() if index < n_seen}
     for index in range(n_seen, len(messages)):
         if change := _change_of(messages[index], draft, names, result):
@@ -121,7 +123,7 @@ def stabilize(
     result.body, result.lessons = draft.body, draft.lessons
     result.changed_by = tuple(name for name in names if name in changed_by)
     if not result.failures:
-        result.seen = Seen(messages, changes)
+        result.seen = Seen(received, changes)
     return result
 
 

@@ -434,14 +434,18 @@ def test_wrong_setting_has_one_exit_status_wherever_it_is_found_out(tmp_path: Pa
 @pytest.mark.parametrize("command", ["serve", "doctor"])
 @pytest.mark.parametrize(
     ("upstream", "name"),
-    [("http://127.0.0.1:8091", "listen"), ("http://a:1, http://localhost:8092/v1", "admin")],
+    [
+        ("http://127.0.0.1:8091", "listen"),
+        ("http://a:1, http://localhost:8092/v1", "admin"),
+        ("http://127.0.0.1:8092", "admin"),
+    ],
 )
 def test_upstream_that_is_the_proxy_itself_is_refused(
     tmp_path: Path, command: str, upstream: str, name: str
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
-        f"slot_save_path: {tmp_path}\nlisten: 0.0.0.0:8091\nadmin: 127.0.0.1:8092\n"
+        f"slot_save_path: {tmp_path}\nlisten: 0.0.0.0:8091\nadmin: localhost:8092\n"
         f"upstream: {upstream}\n"
     )
     done = CliRunner().invoke(main, [command, "--config", str(config)])

@@ -110,6 +110,7 @@ def test_room_is_left_for_the_answer_but_no_more_than_a_share() -> None:
     assert room_for_prompt(8000, 100) == 7900
     assert room_for_prompt(8000, 32000) == room_for_prompt(8000, None) == 7000
     assert room_for_prompt(8000, -1) == 7000
+    assert room_for_prompt(8000, 0) == 7999  # llama-server makes one token all the same
     assert step_of(8000, 7000) == 2200
     assert step_of(1, 0) == 1
 

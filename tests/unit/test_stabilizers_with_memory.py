@@ -476,6 +476,19 @@ def test_anthropic_call_is_restored_as_the_model_wrote_it() -> None:
     assert result.changed_by == (Name.RESTORE_TOOL_ARGUMENTS,)
 
 
+def test_message_that_comes_again_with_another_order_or_type_is_looked_at_again() -> None:
+    raw, memory, seen = '{"b": 1, "a": 2}', Memory(), NOTHING_SEEN
+    memory.remember_call("c1", "read", raw)
+    sent = []
+    for arguments in ({"b": 1, "a": 2}, {"a": 2, "b": 1}, {"a": 2, "b": True}):
+        call = {"type": "tool_use", "id": "c1", "name": "read", "input": arguments}
+        body = {"messages": [user("Go."), {"role": "assistant", "content": [call]}]}
+        result = stabilize(Route.MESSAGES, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}, seen=seen)
+        seen = result.seen
+        sent.append(json.dumps(result.body["messages"][1]["content"][0]["input"]))
+    assert sent == [raw, raw, '{"a": 2, "b": true}']
+
+
 def test_chat_call_is_restored_to_the_letter() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"a":1}'}}
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}

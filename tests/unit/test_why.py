@@ -61,3 +61,11 @@ def test_plan_says_why(why: Why) -> None:
     plan = plan_request(prompt, now)
     assert plan is not None
     assert plan.why is why
+
+
+def test_a_slot_is_not_called_the_longest_where_another_holds_more_that_is_dear_to_lose() -> None:
+    slots = (Slot(SlotId(0), costly(800)), Slot(SlotId(1), held(200)))
+    now = Situation(ANY_PREFIX, slots, (), RATES, 100_000, sizes=sizes_of(BIG_BYTES))
+    plan = plan_request(Prompt(run_of(1000), NAMESPACE), now)
+    assert plan is not None and plan.slot_id == 1
+    assert plan.why is Why.NOTHING_DISPLACED
