@@ -341,12 +341,8 @@ class Flag:
     environment: str | None = None
 
     @property
-    def is_switch(self) -> bool:
-        return self.n_values == 0
-
-    @property
     def can_be_turned_off(self) -> bool:
-        return self.is_switch and any(map(_turns_off, self.names))
+        return not self.n_values and any(map(_turns_off, self.names))
 
 
 def parse_help(text: str) -> list[Flag]:
@@ -390,7 +386,7 @@ def read_given(
         if known := by_name.get(name):
             switched = OFF if _turns_off(name) else ON
             values = list(islice(words, known.n_values))
-            value = switched if known.is_switch else "".join(values[:1])
+            value = "".join(values[:1]) if known.n_values else switched
             given |= dict.fromkeys(known.names, Given(written, value))
     return given
 
@@ -403,7 +399,7 @@ def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | N
     if name not in environment:
         return None
     value = environment[name]
-    if option.is_switch:
+    if not option.n_values:
         value = ON if value in _TRUE else OFF
         if value == OFF and not option.can_be_turned_off:
             return None

@@ -260,9 +260,9 @@ class SlotTable(list[Slot]):
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; a free slot stays free."""
-        self[slot_id] = replace(
-            self[slot_id], phase=SlotPhase.FREE, used_at=now, destined=None, answered_for=None
-        )
+        slot = self[slot_id]
+        slot.phase, slot.used_at = SlotPhase.FREE, now
+        slot.destined = slot.answered_for = None
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record the new content of a slot; whatever ran in it has ended."""

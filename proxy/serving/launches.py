@@ -136,11 +136,11 @@ class Launches:
         llama-server itself would empty an idle slot without saving it (server-context.cpp).
         """
         process, table = self._process, self._table
-        for other in [slot.id for slot in sorted(table.free(), key=lambda slot: slot.used_at)]:
+        for free in sorted(table.free(), key=lambda slot: slot.used_at):
             others = (slot for slot in table if slot.id != slot_id)
-            if other != slot_id and process.is_short_of_cells(n_tokens, others):
+            if free.id != slot_id and process.is_short_of_cells(n_tokens, others):
                 (await process.queue.hold()).end()  # llama-server may just be choosing a slot
-                await process.empty(other)
+                await process.empty(free.id)
 
     async def _wait_for_saves(self) -> None:
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event

@@ -415,11 +415,10 @@ class Process(Services):
         full = [s for s in others if s.is_leased or not isinstance(s.content, Empty)]
         if not (self.shares_cells and full):
             return False
-        # By their ids: a slot that is given back meanwhile has another entry in the table.
-        for other in [slot.id for slot in sorted(full, key=lambda slot: slot.used_at)]:
-            if not (self.slots[other].is_leased or self.queue.is_placing):
-                await self.empty(other)
-                if isinstance(self.slots[other].content, Empty):
+        for other in sorted(full, key=lambda slot: slot.used_at):
+            if not (other.is_leased or self.queue.is_placing):
+                await self.empty(other.id)
+                if isinstance(other.content, Empty):
                     return True
         raise NoRoom("context", "other slots hold so much that a state cannot be restored")
 

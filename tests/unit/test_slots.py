@@ -121,6 +121,15 @@ def test_release_twice_leaves_the_slot_free_and_its_content_alone() -> None:
     assert table[SlotId(0)].content == Known(run_of(3), NAMESPACE)
 
 
+def test_slot_that_was_given_back_is_the_same_slot_to_whom_waited_with_it() -> None:
+    table = SlotTable([Unknown()])
+    (slot,) = table.free()
+    table.lease(SLOT, now=1.0)
+    table.release(SLOT, now=2.0)
+    table.set_content(SLOT, Empty())
+    assert (slot.content, slot.used_at, slot.is_leased) == (Empty(), 2.0, False)
+
+
 def test_set_content_of_a_leased_slot_keeps_the_lease() -> None:
     table = SlotTable([Empty()])
     table.lease(SlotId(0), now=1.0)
