@@ -250,6 +250,7 @@ class Inquiry:
         if account.n_reused is None:
             return Judgement(Cause.NOT_ANSWERED)
         judgement, new, matches = self._find(account, request_id)
+        new.ended_at = time.monotonic()  # it may have been found when the answer began
         judgement = self._beside_others(judgement, account)
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
             if self._journal.keep != "text":

@@ -1,18 +1,24 @@
 """The journal of requests: what it remembers and how it is asked."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from proxy.core.messages import Kind, Route
+from proxy.core.model import Prompt, SlotId
+from proxy.core.plan import Plan, Start
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.judgement import Judgement
-from proxy.explain.report import MAX_REQUESTS, Journal, Report
+from proxy.explain.judgement import Account, Judgement
+from proxy.explain.report import MAX_REQUESTS, Inquiry, Journal, Report
 from proxy.explain.views import OWN_CLIENT, RequestRecord
 from proxy.llama.answers import Answer
+from proxy.llama.client import Timings
+from proxy.llama.requests import GenerationBody
 from proxy.metrics import Metrics
 from proxy.serving.request import Request
 from proxy.stabilize.model import SAFE, Name
+from tests.unit.builders import ANY_PREFIX, NAMESPACE, run_of
 
 
 def record(request_id: str, cause: Cause = Cause.HIT, **fields: Any) -> RequestRecord:
@@ -119,3 +125,18 @@ def test_last_miss_is_found_behind_what_came_after_it() -> None:
 def test_every_cause_has_words() -> None:
     assert all(cause.says and cause.says[-1] == cause.cure[-1] == "." for cause in Cause)
     assert {cause.stabilizer for cause in Cause if cause.stabilizer} < set(Name)
+
+
+def test_answer_that_has_begun_leaves_nothing_that_a_request_beside_it_could_miss() -> None:
+    process: Any = SimpleNamespace(
+        id="process", journal=Journal(), served={}, rule=ANY_PREFIX, opened_store=None
+    )
+    roles = ("user", "assistant", "user")
+    body = GenerationBody(b"", {"messages": [{"role": role, "content": "So."} for role in roles]})
+    one, other = (Account(Plan(Start(SlotId(i))), n_prompt=1000) for i in range(2))
+    first = Inquiry(process, Prompt(run_of(1000), NAMESPACE), body)
+    first.foresee(one, "one")
+    second = Inquiry(process, Prompt(run_of(1000), NAMESPACE), body)
+    for inquiry, account, name in ((first, one, "one"), (second, other, "other")):
+        account.add(Timings(0, 1000))
+        assert inquiry.judge(account, name).cause is Cause.FIRST_SIGHT
