@@ -290,7 +290,8 @@ class Inquiry:
         Only for operators: the client must not learn what another key has sent.
         """
         n_reused = account.n_reused or 0
-        is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
+        is_open = judgement.cause in (Cause.HIT, Cause.FIRST_SIGHT)
+        is_explained = not is_open or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._process.opened_store is None or not self._process.can_cache:
             return judgement
         process, prompt, model = self._process, self._prompt, self._process.model_namespace

@@ -36,8 +36,10 @@ def files(rig: Rig) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("lpc-*")}
 
 
-async def ask(rig: Rig, messages: list[Any], key: str | None = None) -> dict[str, Any]:
-    body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
+async def ask(
+    rig: Rig, messages: list[Any], key: str | None = None, **fields: Any
+) -> dict[str, Any]:
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0} | fields
     return await rig.post(CHAT, body, headers=bearer(key) if key else {})
 
 
@@ -159,6 +161,8 @@ async def test_warm_needs_the_clients_key_where_llama_server_asks_for_one(
         assert record["confirmed"] == 0 and record["n_missed"] > 1000
         assert record["cause"] == "known under another API key"
         assert (await rig.health())["reasons"][0]["kind"] == "several API keys"
+        await ask(rig, [*HEADER, user(9)], "bob", cache={"no_read": True})
+        assert (await explained(rig))["cause"] == "not looked up"  # whoever has it
 
 
 async def test_states_of_keys_that_were_asked_for_stay_theirs(start_rig: StartRig) -> None:
