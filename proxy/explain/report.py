@@ -474,8 +474,9 @@ def _cache_header(request: "Request") -> str:
     cause = f"cause={request.foresee().replace(' ', '-')}"
     if (account := request.account) is None:
         return cause
-    start = account.plan.start
-    n_reused = start.n_reused if account.n_reused is None else account.n_reused
+    is_refused = account.is_degraded and account.failure is Cause.RESTORE_REFUSED
+    n_planned = 0 if is_refused else account.plan.start.n_reused
+    n_reused = n_planned if account.n_reused is None else account.n_reused
     is_open = request.extends or (request.prompt and request.prompt.goes_on)
     n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"

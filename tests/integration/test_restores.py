@@ -45,6 +45,8 @@ async def test_refused_restore_degrades_and_is_not_tried_again(start_rig: StartR
         rig.server.faults.refuse["restore"] = 400
         reply = await rig.chat("a")
         assert reply.n_reused == 0
+        said = f"reused=0 evaluated={FULL_PROMPT} cause=restore-refused"
+        assert reply.headers["X-Prefix-Cache"] == said
         assert rig.sample("restores_total", result="refused") == 1
         assert rig.sample("requests_total", outcome="degraded") == 1
         assert rig.sample("cache_faults_total", stage="prepare") == 1
