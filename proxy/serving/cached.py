@@ -156,7 +156,7 @@ class CachedRequest:
         self._kept.close()
         now = planning.situation(self._process, self._prompt)
         plan = plan_request(self._prompt, now)
-        plan = plan and planning.as_wished(plan, self._request)
+        plan = plan and planning.as_wished(self._process, self._request, self._prompt, plan)
         if plan is None:
             self._keep_most_useful(now.candidates)
         elif plan.start.restored:
@@ -167,7 +167,7 @@ class CachedRequest:
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
         plan = planning.plan_in(self._process, self._prompt, self._plan.slot_id)
-        plan = planning.as_wished(plan, self._request)
+        plan = planning.as_wished(self._process, self._request, self._prompt, plan)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._account.move(plan)

@@ -120,19 +120,21 @@ def plan_behind_media(process: Process, request: Request) -> Plan | None:
     return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
 
 
-def as_wished(plan: Plan, request: Request) -> Plan:
+def as_wished(process: Process, request: Request, prompt: Prompt, plan: Plan) -> Plan:
     """Return the plan without the reuse, or without the saves, that the client does not want.
 
     The text before an image is saved alone: a state with images in it is not.
     """
-    if request.prompt is not None and request.prompt.goes_on:
-        n_tokens, start = request.prompt.n_tokens, replace(plan.start, n_at_most=sys.maxsize)
+    n_tokens = prompt.n_tokens
+    if prompt.goes_on:
+        start = replace(plan.start, n_at_most=sys.maxsize)
         is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
         stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]
         text = Stop(n_tokens, None if is_kept else CheckpointKind.CONVERSATION)
         plan = replace(plan, start=start, stops=(*stops, text))
     if NO_READ in request.wishes:
-        start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
+        seconds = process.rates.evaluation_seconds(0, n_tokens)
+        start = Start(plan.slot_id, 0, 0, None, seconds, plan.start.displacement, erases=True)
         plan = replace(plan, start=start, why=Why.NOT_WANTED)
     if NO_STORE in request.wishes:
         plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))

@@ -71,6 +71,8 @@ async def test_request_that_is_to_read_nothing_is_evaluated_whole_and_kept(
             assert (record["cause"], record["why"]) == (
                 *("not looked up", "the client asks for no_read"),
             )
+            rates = rig.running.pool.processes[0].rates
+            assert record["expected_seconds"] > rates.evaluation_seconds(0, record["n_prompt"]) / 2
             reused, n_prompt = await n_cached(rig, api, NEXT)
             assert reused > n_prompt / 2
         assert rig.sample("drift_total") == 0
