@@ -17,7 +17,7 @@ from msgspec import Meta
 from proxy.core.conditions import docstrings_of_fields
 from proxy.core.sharing import SharedLimits
 from proxy.errors import SettingsError, in_words
-from proxy.stabilize.model import SWITCHES
+from proxy.stabilize.model import SWITCHES, WORDS, unknown_words
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
@@ -415,7 +415,8 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     path = Path(os.path.expanduser(settings.slot_save_path)).absolute()
     try:
         if needs_directory and not path.is_dir():
-            raise SettingsError(f"slot_save_path: {path} is not a directory; create it first")
+            mended = "give one" if path.exists() else "create it first"
+            raise SettingsError(f"slot_save_path: {path} is not a directory; {mended}")
     except OSError as error:
         raise SettingsError(f"slot_save_path: {in_words(error)}") from error
     return msgspec.structs.replace(settings, slot_save_path=str(path))
@@ -488,11 +489,17 @@ def _plain(source: str, name: str, value: Any) -> Any:
 
 def _complaint(name: str, value: Any) -> str:
     """Return the message that refuses a value, and names what is allowed."""
+    if name == "stabilizers" and (wrong := unknown_words(str(value))):
+        return f"{wrong[0]} is no stabilizer{_meant(wrong[0], WORDS)}: docs/stabilizers.md has all"
     said = "what is given" if name.endswith("_key") else f"`{written('', value)}`"
     return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {SCHEMA[name]['description']}"
 
 
 def _no_setting(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, 2)
-    meant = f", perhaps {' or '.join(near)}" if near else ""
+    meant = _meant(name, names)
     return f"{name} is no setting{meant}: `llama-prefix-cache serve --help` lists them"
+
+
+def _meant(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 2)
+    return f", perhaps {' or '.join(near)}" if near else ""

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 import re
+import secrets
 import sys
 import tomllib
 from pathlib import Path
@@ -25,6 +26,7 @@ NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
 _MARK = "# llama-prefix-cache connect"
 _NOT_KEPT = {"X-Prefix-Cache": "no-store"}
 _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
+"""What is asked first, after words that no request began with: a second try is new, and no miss."""
 
 
 @click.command()
@@ -204,7 +206,7 @@ def _try(server: RunningProxy, api: str, model: str) -> tuple[int, int]:
     usage: dict[str, Any] = {}
     of_responses = api == "/v1/responses"
     names = ("input", "max_output_tokens") if of_responses else ("messages", "max_tokens")
-    for words in (_LONG_WORDS, "Go on."):
+    for words in (f"Try {secrets.token_hex(4)}. {_LONG_WORDS}", "Go on."):
         said += [{"role": "user", "content": words}]
         body = msgspec.json.encode({"model": model, names[0]: said, names[1]: 1})
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=_NOT_KEPT)["usage"]

@@ -29,7 +29,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost, shortened
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
+from proxy.settings import NAMES, Settings, merge_settings, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 
@@ -91,7 +91,8 @@ def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, 
     for request in last:
         used = command.age_in_words(time.time() - request["at"])
         share = f"{(request['confirmed'] or 0) / max(1, request['n_prompt'] or 0):.0%} reused"
-        yield "conversation", f"{named_in_words(request)}: {share}, {used}"
+        fate = {"unanswered": "not answered"}.get(request["outcome"], share)
+        yield "conversation", f"{named_in_words(request)}: {fate}, {used}"
 
 
 def named_in_words(request: Mapping[str, Any]) -> str:
@@ -278,7 +279,9 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
     configure_logging("critical", "console")  # the report has what an attach would log
     if is_shared:
         return _tell_shares(settings)
-    setup = _until_interrupted(examine(settings, model=model or ""))
+    is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
+    examined = examine(settings, model=model or "", has_default_directory=is_default)
+    setup = _until_interrupted(examined)
     command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
 

@@ -111,7 +111,7 @@ class DegradationKind(StrEnum):
     API_KEY_REFUSED = "llama-server wants an API key"
     """llama-server was started with --api-key, and refuses the proxy's own calls.
 
-    Give that key as upstream_api_key (--upstream-api-key KEY).
+    Give the proxy that key: LLAMA_PREFIX_CACHE_UPSTREAM_API_KEY=KEY, or upstream_api_key in its file.
     """
     NOT_A_LLAMA_SERVER = "not a llama-server"
     """What answers at `upstream` is neither a llama-server with slots nor a known host of models.

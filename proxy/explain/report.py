@@ -23,6 +23,7 @@ from cachetools import FIFOCache
 from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
 from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
+from proxy.core.rates import seconds_in_words
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
@@ -434,7 +435,8 @@ class Report:
         self._metrics.unanswered_requests.labels(why).inc()
         record = self._record(request, UNANSWERED, Judgement(Cause.NOT_ANSWERED), why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        says = f"{views.api_name(record.path)}  not answered: {why}  id {record.id}"
+        after = f"{why} after {seconds_in_words(record.seconds)}"
+        says = f"{views.api_name(record.path)}  not answered: {after}  id {record.id}"
         reason = str(error) or type(error).__name__
         write("request", **views.line_of(record), reason=reason, says=says)
         self._journal.add(record)

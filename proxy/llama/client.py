@@ -436,7 +436,10 @@ class LlamaServer:
         except NOT_CONNECTED as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
-            raise UpstreamSlow(f"{method} {path}: no answer in time") from error
+            # llama-server without TLS waits for the rest of what it takes for a request.
+            is_https = self.target.base_url.startswith("https:")
+            tls = "; has it TLS? `upstream` begins with https" * is_https
+            raise UpstreamSlow(f"{method} {path}: no answer in time{tls}") from error
         except (aiohttp.ClientError, OSError) as error:
             # Without an errno llama-server closed the connection before the body was written.
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None

@@ -50,9 +50,16 @@ _OPT_IN = (Name.GLUE_TEXT_TO_RESULTS, Name.INLINE_REASONING)
 SAFE = frozenset(n for n in Name if n not in _OPT_IN and not n.startswith("sticky_"))
 """The stabilizers that do not change the content that the model is given."""
 
-_WORDS = "|".join(("safe", "all", "none", *Name))
-SWITCHES = rf"\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*"
+WORDS = ("safe", "all", "none", *Name)
+_WORD = "|".join(WORDS)
+SWITCHES = rf"\s*({_WORD})(\s*,\s*-?({_WORD}))*\s*"
 """The texts that `parse_switches` accepts, as a regular expression."""
+
+
+def unknown_words(text: str) -> list[str]:
+    """Return the words of a text that stand for no stabilizers."""
+    words = (word.strip().removeprefix("-") for word in text.split(","))
+    return [word for word in words if word and word not in WORDS]
 
 
 def parse_switches(text: str) -> frozenset[Name]:

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.web.writer import COMMENT
 from tests.integration.conftest import StartRig
@@ -221,9 +223,12 @@ async def test_client_that_leaves_while_it_is_kept_leaves_nothing_behind(
 ) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.hold("generate")
-        async with waiting(rig, CHAT) as client:
-            await client.comments(2)
-        await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
+        with capture_logs() as logs:
+            async with waiting(rig, CHAT) as client:
+                await client.comments(2)
+            await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
+        (said,) = (line["says"] for line in logs if line["event"] == "request")
+        assert re.match(r"chat  not answered: client left after [\d.]+ m?s  id \w+$", said)
         rig.server.release("generate")
         await rig.settled()
         await rig.chat("b")

@@ -46,7 +46,7 @@ async def test_client_is_connected_and_its_way_is_cached(
 ) -> None:
     """One for each API that clients ask."""
     file = tmp_path / ("config.toml" if name == "codex" else "config.json")
-    async with start_rig("hybrid") as rig:
+    async with start_rig("hybrid", n_slots=1) as rig:
         # A rig's own listener has a free port, which its settings do not know.
         where = ("--admin", rig.admin_url, "--url", rig.base_url)
         status, printed = await command("connect", name, *where)
@@ -68,6 +68,11 @@ async def test_client_is_connected_and_its_way_is_cached(
             file.with_suffix(".jsonc").write_text(other)
             status, printed = await command("connect", name, *where, "--file", file)
             assert ("config.jsonc is read too, and wins" in printed) is wins
+        await rig.chat([{"role": "user", "content": "another prompt takes the slot " * 200}])
+        again = ("connect", name, *where, "--write", "--yes", "--file", file)
+        assert (await command(*again))[0] == 0
+        status, _ = await command("explain", "miss", "--admin", rig.admin_url)
+        assert status == 1, "what connect asks is new each time"
         status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
         assert status == 0 and not file.exists()
         status, said = await command("connect", "open-webui", *where, "--write")

@@ -401,6 +401,29 @@ async def test_running_proxy_that_only_forwards_is_quoted(
     assert "without --slot-save-path" in found.problems()["running proxy"]
 
 
+async def test_proxy_that_uses_another_directory_is_left_alone(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    async with start_rig("hybrid") as rig:
+        before = os.listdir(rig.settings.slot_save_path)
+        environment = {"XDG_CACHE_HOME": str(tmp_path)}
+        (tmp_path / "llama-prefix-cache").mkdir()
+        where = ("--upstream", rig.server.base_url, "--admin", rig.admin_url)
+        result = await asyncio.to_thread(run_doctor, *where, environment=environment)
+        assert result.returncode == 2
+        assert "uses another directory than" in result.stderr
+        assert "give its --slot-save-path" in result.stderr
+        assert os.listdir(rig.settings.slot_save_path) == before, "no probe was saved there"
+
+
+async def test_address_without_tls_is_named(new_server: NewServer, directory: Path) -> None:
+    with new_server("hybrid") as server:
+        url = server.base_url.replace("http:", "https:")
+        found = Diagnosis(await examine(Settings(upstream=url, slot_save_path=str(directory))))
+    assert found.exit_status == 2
+    assert "`upstream` begins with https" in found.problems()["llama-server is silent"]
+
+
 async def test_proxy_taken_for_llama_server_is_named(
     start_rig: StartRig, new_server: NewServer, tmp_path: Path
 ) -> None:
@@ -413,14 +436,16 @@ async def test_proxy_taken_for_llama_server_is_named(
     assert "not at a proxy before it" in found.problems()["not a llama-server"]
 
 
-def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
+def run_doctor(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    own = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
     return subprocess.run(
         [sys.executable, "-m", "proxy", "doctor", *arguments],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        env=environment,
+        env=own | (environment or {}),
         timeout=300,
     )
 

@@ -189,10 +189,11 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "model": "",
         "kind": "user turn",
     }
-    hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100}
+    hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100, "outcome": "hit"}
+    left = {**hit, "conversation": "ef56", "confirmed": None, "outcome": "unanswered", "at": 1.0}
     warmed = {**hit, "client": OWN_CLIENT, "conversation": "cd34"}
     ahead = {**hit, "kind": "evaluated ahead", "confirmed": None, "n_prompt": None}
-    overview["requests"] = [ahead, hit, {**hit, "confirmed": 0, "at": 5.0}, warmed]
+    overview["requests"] = [ahead, hit, {**hit, "confirmed": 0, "at": 5.0}, warmed, left]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     noon = datetime.fromtimestamp(1795431600)  # local time, like all times that people read
     assert rows[0] == ("the proxy", f"is caching since {noon:%Y-%m-%d %H:%M}")
@@ -201,7 +202,9 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     assert ("prompt tokens", "1,000, of which 900 reused (90%)") in rows
     assert ("missed", "nothing") in rows
     named = '"mend the login", OpenCode 1.18: 90% reused, 0 s ago'
-    assert [row for row in rows if row[0] == "conversation"] == [("conversation", named)]
+    told, given_up = [row[1] for row in rows if row[0] == "conversation"]
+    assert told == named
+    assert "OpenCode 1.18: not answered, " in given_up
     assert ("time saved", "nothing yet") in rows
     today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70, saved_seconds=-0.002)
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
