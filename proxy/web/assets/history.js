@@ -10,7 +10,7 @@ const N_MINUTES = 120;
 const N_DAYS = 30;
 
 export class History {
-  #kept = { minutes: [], hours: [] };
+  #kept = { minutes: [], hours: [], isAsked: true };
   #period = kept.get("period") ?? "hours";
   #unit = kept.get("unit") ?? "tokens";
   #position = null;
@@ -62,7 +62,8 @@ export class History {
     const sums = partsOf(spans[0]).map((_, i) => spans.reduce((sum, s) => sum + partsOf(s)[i], 0));
     const n = spans.reduce((count, s) => count + s.n, 0);
     const when = period === "hours" ? "In the last two hours" : "In the last 30 days";
-    say(byId("history-sum"), n ? `${when}: ${describe(n, said(sums))}` : `${when} no request has ended.`);
+    const none = this.#kept.isAsked ? "" : `${when} no request has ended.`;
+    say(byId("history-sum"), n ? `${when}: ${describe(n, said(sums))}` : none);
   }
 }
 

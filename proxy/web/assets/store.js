@@ -135,7 +135,7 @@ function headerName(header, model, models) {
   const named = header.n_tokens ? `${header.client || "Header"}, ${counted(header.n_tokens, "token")}` : "No header";
   if (models.length < 2) return named;
   const isAlone = models.every((other) => other === model || other.model !== model.model);
-  return `${named} · ${model.model ?? "another model"}${isAlone ? "" : ` (key ${model.id.slice(0, 4)})`}`;
+  return `${named} · ${model.model ?? "another model"}${isAlone ? "" : ` (${model.id.slice(0, 4)})`}`;
 }
 
 function nodeName(node) {
