@@ -126,6 +126,7 @@ class Degradations:
             if key not in self._active:
                 continue
             before, ended = self.state, self._active.pop(key)
+            over = ": ".join(filter(None, ("over", self.where, kind.value)))
             self._metrics.degraded.labels(kind).set(kind in self)
             self._note_change(before)
             if self._logged_at.get(key) == ended.since:
@@ -135,7 +136,7 @@ class Degradations:
                     **({"where": self.where} if self.where else {}),
                     seconds=round(self._clock() - ended.since, 1),
                     state=self.state.value,
-                    says="" if kind in PASSING else f"over: {kind.value}",
+                    says="" if kind in PASSING else over,
                 )
 
     def leave(self) -> None:

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from proxy import errors
+from proxy.core.conditions import DegradationKind
 from proxy.core.model import Checkpoint, SlotId, is_same_canary
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
@@ -199,6 +200,8 @@ async def _examine_server(
                     n_vocab = (await probed.model_meta()).n_vocab
                     facts.has_ram_cache = await has_ram_cache(probed, n_vocab)
                     facts.mixes_up_slots = await mixes_up_slots(probed, n_vocab)
+            if facts.n_empty == 0 and not await probed.has_slot_save_path():
+                server.services.degradations.begin(DegradationKind.NO_SLOT_SAVE_PATH)
             facts.degradations = tuple(server.services.degradations.active)
     except (errors.StoreFault, OSError) as fault:
         facts.failures.append(f"no scratch store could be opened: {errors.in_words(fault)}")
@@ -355,6 +358,14 @@ class ProbedServer(client.LlamaServer):
     def _require_empty(self, slot_id: SlotId) -> None:
         if slot_id not in self.empty:
             raise errors.UpstreamRefused(409, f"slot {slot_id} may hold work")
+
+    async def has_slot_save_path(self) -> bool:
+        """Return whether --slot-save-path was given, also where no slot may be saved; touches none."""
+        try:
+            await self._act_on_slot(SlotId(0), "none", msgspec.Raw)
+        except errors.UpstreamFault as fault:
+            return getattr(fault, "status", None) != 501
+        return True
 
     async def erase_all(self) -> None:
         """Empty the slots that probes may use; raises UpstreamFault."""

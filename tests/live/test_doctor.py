@@ -344,7 +344,7 @@ async def test_missing_api_key_is_named(new_server: NewServer, directory: Path) 
         right = await diagnose(server, directory, api_key="secret")
     assert missing.exit_status == wrong.exit_status == 2
     assert "Invalid API Key" in wrong.problems()["llama-server wants an API key"]
-    assert "--upstream-api-key" in missing.problems()["llama-server wants an API key"]
+    assert "UPSTREAM_API_KEY=KEY" in missing.problems()["llama-server wants an API key"]
     assert (right.problems(), right.exit_status) == ({}, 0)
 
 
@@ -359,6 +359,18 @@ async def test_full_slots_are_left_alone(new_server: NewServer, directory: Path)
     assert "none was emptied" in found.problems()["slots"]
     assert found.facts.layout is None
     assert os.listdir(directory) == []
+
+
+async def test_full_slots_hide_no_missing_slot_save_path(
+    new_server: NewServer, directory: Path
+) -> None:
+    with new_server("hybrid", slot_save_path=None) as server:
+        hold(server, 0)
+        hold(server, 1)
+        found = await diagnose(server, directory)
+        assert tokens_held(server) == [300, 300]
+    assert (found.exit_status, found.summary) == (2, "Caching will not work.")
+    assert "without --slot-save-path" in found.problems()["no slot save path"]
 
 
 async def test_slot_that_was_only_restored_is_not_taken_for_empty(

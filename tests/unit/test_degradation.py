@@ -126,6 +126,19 @@ def test_degradation_that_comes_and_goes_is_logged_once_in_a_while(
     assert len(lines()) == 1
 
 
+def test_the_end_of_a_degradation_is_told_with_its_llama_server(noted: Degradations) -> None:
+    structlog.reset_defaults()
+    with structlog.testing.capture_logs() as logs:
+        for where in ("", "127.0.0.1:8080"):
+            noted.at(where).begin(K.UNREACHABLE)
+            noted.at(where).end(K.UNREACHABLE)
+    said = [line["says"] for line in logs if line["event"] == "degradation ended"]
+    assert said == [
+        "over: llama-server unreachable",
+        "over: 127.0.0.1:8080: llama-server unreachable",
+    ]
+
+
 def test_quarantine_is_told_in_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
     quarantined = checkpoint(9, quarantine=Quarantine("llama-server ended", since=0.0))
     with monkeypatch.context() as there:
