@@ -28,6 +28,8 @@ _NOT_KEPT = {"X-Prefix-Cache": "no-store"}
 _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
 """What is asked first, after words that no request began with: a second try is new, and no miss."""
 
+_USUAL_CONTEXT = 16_384
+
 
 @click.command()
 @click.argument("name", metavar="CLIENT", type=click.Choice(NAMES))
@@ -85,6 +87,7 @@ def connect(
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
     if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
+    hint = "\n".join(filter(None, (hint, _short_context(n_ctx) if usual else "")))
     if not write:
         shown = written(own, content)
         if usual:
@@ -96,6 +99,14 @@ def connect(
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
     answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
+
+
+def _short_context(n_ctx: int) -> str:
+    """Return a warning if most agents' first prompt does not fit: OpenCode then compacts for ever."""
+    if n_ctx >= _USUAL_CONTEXT:
+        return ""
+    short = f"A slot has {n_ctx:,} tokens, too few for the first prompt of most agents"
+    return f"{short}: give llama-server a larger -c, or fewer slots (-np)."
 
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:

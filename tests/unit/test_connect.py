@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from proxy.__main__ import main
+from proxy.cli.command import RunningProxy
 from proxy.cli.connect import NAMES, _undo, _write, client_of, connect, merged_text, written
 from tests.lab.server import REPOSITORY
 
@@ -177,3 +180,16 @@ def test_what_was_there_comes_back_whatever_became_of_the_file(
         _undo(path)
     assert (path.read_bytes() if path.exists() else b"") == before
     assert list(tmp_path.iterdir()) == ([path] if before else [])
+
+
+@pytest.mark.parametrize(("n_ctx", "is_told"), [(8_192, True), (65_536, False)])
+def test_slot_that_is_too_small_for_an_agent_is_told(
+    monkeypatch: pytest.MonkeyPatch, n_ctx: int, is_told: bool
+) -> None:
+    told = {"servers": [{"n_ctx": n_ctx}], "listen": "127.0.0.1:8081", "reasons": []}
+    monkeypatch.setattr(RunningProxy, "told", lambda _: told)
+    chosen = {"id": "local-model"}, told["servers"]
+    monkeypatch.setattr(RunningProxy, "model_that_runs", lambda *_: chosen)
+    result = CliRunner().invoke(main, ["connect", "opencode"])
+    assert result.exit_code == 0, result.output
+    assert ("A slot has 8,192 tokens, too few" in result.output) is is_told
