@@ -52,6 +52,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("-c", "--ctx-size", dest="n_ctx", type=int)
     parser.add_argument("-np", "--parallel", dest="n_parallel", type=int)
     parser.add_argument("-t", "--threads", dest="n_threads", type=int)
+    parser.add_argument("--threads-http", dest="n_threads_http", type=int)
     parser.add_argument("--cache-ram", dest="cache_ram_mib", type=int)
     parser.add_argument("--ctx-checkpoints", dest="n_ctx_checkpoints", type=int)
     parser.add_argument("--checkpoint-min-step", type=int)
