@@ -357,9 +357,8 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         alternatives.setdefault(way, start)
 
     def pays(n_saved: int, n_cut: int, at_once: bool) -> bool:
-        size_bytes = saving.expected_bytes(now.sizes, n_cut, 0) or 0
         n_stalled = 1 + now.n_busy * at_once
-        return saving.pays_again(n_saved, n_cut, size_bytes, now.rates, n_stalled)
+        return saving.is_expected_to_pay(now.sizes, now.rates, n_saved, n_cut, n_stalled)
 
     worthy = cuts if prompt.is_wanted else worth_a_file(now.rule, cuts, now.candidates, pays)
     stops = choose_stops(

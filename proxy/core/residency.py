@@ -26,13 +26,13 @@ messages but the newest. No other slot may hold as much of that prompt, and neit
 could gain more than a short message's tokens.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isinf
 
-from proxy.core.cuts import LONG_MESSAGE_TOKENS, is_near
-from proxy.core.messages import Conversation
-from proxy.core.model import Prompt, Rule, SlotId
+from proxy.core.cuts import LONG_MESSAGE_TOKENS, SLACK_TOKENS
+from proxy.core.messages import BYTES_PER_TOKEN, Conversation
+from proxy.core.model import Prompt, Rule, SlotId, highest_point
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
 from proxy.core.slots import Empty, Known, Slot, SlotPhase, Unknown, must_be_erased, shared_tokens
@@ -196,16 +196,18 @@ def slot_to_extend(
     namespace: Namespace,
     n_ctx: int,
     *,
+    pays: Callable[[int, int], bool],
     is_pinned: bool,
 ) -> Slot | None:
     """Return the free slot that a request continues without a plan; None if the request needs a plan.
 
     The choice is by messages alone, before the prompt is rendered. llama-server compares the tokens in any
-    case: a wrong choice costs tokens, never an answer. Unless *is_pinned*, llama-server chooses the slot
-    that the request runs in.
+    case: a wrong choice costs tokens, never an answer. *pays* says whether a state of so many tokens pays
+    where a file has the first of them. Unless *is_pinned*, llama-server chooses the slot that the request
+    runs in.
     """
-    if rule.is_end_only or not rule.can_restore:
-        return None  # under *end only* a prompt needs a stop at its last cut
+    if not rule.can_restore:
+        return None
 
     def n_held(slot: Slot, tokens: TokenIds) -> int:
         return shared_tokens(slot.content, tokens) if is_pinned else shared_at_most(slot, tokens)
@@ -223,32 +225,43 @@ def slot_to_extend(
         n_most = content.n_tokens + n_new_tokens
         is_only = all(n_held(s, tokens) < len(tokens) for s in slots if s is not slot)
         is_found = is_pinned or len(tokens) > MIN_SIMILARITY * n_most
-        goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
+        goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule, pays)
         if n_most < n_ctx and is_only and is_found and goes_on:
             return slot
     return None
 
 
 def _gains_nothing_elsewhere(
-    conversation: Conversation, n_new: int, content: Known, rule: Rule
+    conversation: Conversation,
+    n_new: int,
+    content: Known,
+    rule: Rule,
+    pays: Callable[[int, int], bool],
 ) -> bool:
     """Return whether neither a stop nor a restore can help a request with so many new messages.
 
     The new messages must be one answer and the results of its tool calls; or one answer and a short user
     message. In the second case templates drop the reasoning of the turn before, and the prompt differs from
-    the slot's tokens at the turn start: if a file can be continued there, the slot must be as well.
+    the slot's tokens at the turn start. Wherever a file can be continued before that, the slot must be as
+    well. Under *end only* there is a stop wherever another file pays.
     """
     answer, *others = conversation.roles[-n_new:]
     is_step = answer == "assistant" and "assistant" not in others
     if not is_step or not others or others[-1] not in ("tool", "user"):
         return False
-    if "user" not in others or rule.is_any_prefix:
+    if rule.is_any_prefix:
         return True
-    size_bytes = sum(conversation.sizes_bytes[1 - n_new :])
-    is_only_in_file = is_near(content.saved_points, content.turn_start) and not is_near(
-        content.restore_points, content.turn_start
-    )
-    return size_bytes <= SHORT_MESSAGE_BYTES and not is_only_in_file
+    size_bytes, n_saved = sum(conversation.sizes_bytes[1 - n_new :]), content.n_saved
+    begins_turn = "user" in others
+    n_back = content.turn_start if begins_turn else len(content.tokens)
+    n_in_file = highest_point(content.saved_points, n_back)
+    if rule.is_end_only:
+        n_in_file = min(n_saved, n_back)
+        if not n_saved or pays(n_saved, content.n_tokens + size_bytes // BYTES_PER_TOKEN):
+            return False
+    is_only_in_file = n_in_file > highest_point(content.restore_points, n_back) + SLACK_TOKENS
+    is_long = begins_turn and size_bytes > SHORT_MESSAGE_BYTES
+    return not is_long and not is_only_in_file
 
 
 # The slot for a request whose prompt is not looked up, and the slot to empty for another purpose: the one

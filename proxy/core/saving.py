@@ -89,6 +89,14 @@ def pays_again(
     return save_seconds <= N_RETURNS * rates.evaluation_seconds(n_saved, n_tokens) + STEADY_SECONDS
 
 
+def is_expected_to_pay(
+    sizes: Iterable["StateSize"], rates: Rates, n_saved: int, n_tokens: int, n_stalled: int = 1
+) -> bool:
+    """Return what `pays_again` does for a state of which only the tokens are known yet."""
+    size_bytes = expected_bytes(sizes, n_tokens, 0) or 0
+    return pays_again(n_saved, n_tokens, size_bytes, rates, n_stalled)
+
+
 def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
     """Return whether the next requests will cost a slot a context checkpoint that no file holds.
 

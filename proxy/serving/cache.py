@@ -7,6 +7,7 @@ from functools import partial
 from proxy.core.messages import BYTES_PER_TOKEN, Route
 from proxy.core.model import Prompt, Title
 from proxy.core.residency import choose_slot_for_brief, slot_to_extend
+from proxy.core.saving import is_expected_to_pay
 from proxy.core.slots import Known
 from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
@@ -78,7 +79,7 @@ class Cache:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
-        if NO_READ in request.wishes:
+        if NO_READ in request.wishes or (process.rule.is_end_only and _is_wanted(request)):
             return False
         # That slot's last answer is whole: its content will be known sooner than our prompt.
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
@@ -87,7 +88,13 @@ class Cache:
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
         slots, is_pinned = process.slots, requests.honours_id_slot(request.route)
         slot = slot_to_extend(
-            conversation, slots, process.rule, request.namespace, n_room, is_pinned=is_pinned
+            conversation,
+            slots,
+            process.rule,
+            request.namespace,
+            n_room,
+            pays=partial(is_expected_to_pay, process.sizes, process.rates),
+            is_pinned=is_pinned,
         )
         if slot is None or not isinstance(content := slot.content, Known):
             return False
@@ -194,9 +201,8 @@ class Cache:
             return
         digests = request.conversation.digests if request.conversation else b""
         title = Title(process.journal.shown(request.words), request.client)
-        is_wanted = bool(request.warms) or request.client == OWN_CLIENT
         prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
-        request.prompt = replace(prompt, is_wanted=is_wanted)
+        request.prompt = replace(prompt, is_wanted=_is_wanted(request))
 
     def _understand(self, process: Process, request: Request) -> bool:
         """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read.
@@ -222,3 +228,8 @@ class Cache:
             request.why = TOKENIZED_OTHERWISE
             return False
         return True
+
+
+def _is_wanted(request: Request) -> bool:
+    """Return whether a request is there to have its prompt saved."""
+    return bool(request.warms) or request.client == OWN_CLIENT

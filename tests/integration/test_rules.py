@@ -252,6 +252,23 @@ async def test_end_only_tool_loop_keeps_its_turn_start(start_rig: StartRig) -> N
         assert rig.sample("restores_total", result="done") == before + 1
 
 
+async def test_end_only_question_whose_file_does_not_pay_is_sent_at_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        messages = conversation("a")
+        messages = [*next_question(messages, await rig.chat(messages)), *question("b", 50)]
+        await rig.settled()
+        monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+        n_seen, checkpoints = len(rig.server.seen), rig.checkpoints
+        reply = await rig.chat(messages)
+        seen = [request.place for request in rig.server.seen[n_seen:]]
+        assert {"apply-template", "tokenize"}.isdisjoint(seen[: seen.index("generate")])
+        assert reply.n_prompt - reply.n_reused <= 50 + 20
+        await rig.settled()
+        assert "evaluate" not in seen and rig.checkpoints == checkpoints
+
+
 async def test_end_only_prompt_is_warmed_though_its_file_does_not_pay(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

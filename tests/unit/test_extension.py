@@ -13,6 +13,7 @@ from proxy.core.tokens import Namespace, token_ids
 OURS, THEIRS = Namespace(b"ours"), Namespace(b"theirs")
 N_CTX = 10_000
 ANY_PREFIX, POINTS = Rule(RuleKind.ANY_PREFIX), Rule(RuleKind.RESTORE_POINTS)
+END_ONLY = Rule(RuleKind.END_ONLY)
 TURN = ("system", "user")
 
 
@@ -38,12 +39,18 @@ def found(
     is_pinned: bool = True,
     leased: tuple[int, ...] = (),
     n_ctx: int = N_CTX,
+    n_paying: int = 0,
 ) -> int | None:
+    """Return the slot's id; under *end only* a file pays for *n_paying* new tokens."""
     slots = [
         Slot(SlotId(i), c, phase=SlotPhase.PREPARING if i in leased else SlotPhase.FREE)
         for i, c in enumerate(contents)
     ]
-    slot = slot_to_extend(asked, slots, rule, OURS, n_ctx, is_pinned=is_pinned)
+
+    def pays(n_saved: int, n_tokens: int) -> bool:
+        return n_tokens - n_saved >= n_paying
+
+    slot = slot_to_extend(asked, slots, rule, OURS, n_ctx, pays=pays, is_pinned=is_pinned)
     return None if slot is None else slot.id
 
 
@@ -78,9 +85,26 @@ def test_other_messages_or_settings_are_planned() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [RuleKind.END_ONLY, RuleKind.NOTHING])
-def test_rule_that_needs_cuts_is_planned(kind: RuleKind) -> None:
-    assert found(STEP, HELD, rule=Rule(kind)) is None
+def test_where_nothing_can_be_restored_every_request_is_planned() -> None:
+    assert found(STEP, HELD, rule=Rule(RuleKind.NOTHING)) is None
+
+
+def test_under_end_only_what_gets_no_file_goes_on_in_its_slot() -> None:
+    """The tool's result has 100 bytes, 25 tokens."""
+    saved = replace(HELD, n_saved=900)
+    assert found(STEP, saved, rule=END_ONLY, n_paying=126) == 0
+    assert found(STEP, saved, rule=END_ONLY, n_paying=125) is None
+    assert found(STEP, HELD, rule=END_ONLY, n_paying=2000) is None  # its first file always pays
+
+
+def test_under_end_only_turn_start_that_only_a_file_has_is_restored() -> None:
+    """Templates that drop old reasoning go back to it, and a file may reach further than the slot."""
+    turn = conversation(*TURN, "assistant", "user")
+    near, far = (replace(HELD, restore_points=(n,), n_saved=995) for n in (985, 500))
+    assert [found(turn, each, rule=END_ONLY, n_paying=500) for each in (near, far)] == [0, None]
+    before = replace(far, n_saved=510)
+    assert found(turn, before, rule=END_ONLY, n_paying=900) == 0
+    assert found(STEP, far, rule=END_ONLY, n_paying=500) is None
 
 
 def test_slot_that_may_not_be_reused_is_not_extended() -> None:
