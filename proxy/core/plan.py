@@ -230,10 +230,7 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
     """Yield the possible starts in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
-    # llama-server would keep a context checkpoint of the old first token, and restore it later
-    # (docs/upstream/stale_context_checkpoint.py).
-    is_point_at_risk = n_common == 0 and not now.rule.is_any_prefix
-    erases = erases or (is_point_at_risk and isinstance(content, Known))
+    erases = erases or _may_keep_first_token(prompt, now.rule, slot, n_common)
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
     displacement = displace(prompt, now, slot, n_common, n_reused)
     seconds = rates.evaluation_seconds(n_reused, n_prompt)
@@ -246,6 +243,21 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
             seconds = rates.evaluation_seconds(n_reused, n_prompt)
             seconds += rates.restore_seconds(checkpoint.size_bytes, is_warm=candidate.is_warm)
             yield Start(slot.id, n_reused, n_at_most, candidate, seconds, displacement)
+
+
+def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int) -> bool:
+    """Return whether a slot may keep a context checkpoint of another first token than the prompt's.
+
+    llama-server would answer a later prompt from that one (docs/upstream/stale_context_checkpoint.py).
+    """
+    content = slot.content
+    if isinstance(content, Unknown) and not _has_brief(slot, prompt):
+        n_common = (
+            0 if content.likely is None else common_prefix_length(content.likely, prompt.tokens)
+        )
+    elif not isinstance(content, Known):
+        return False
+    return n_common == 0 and not rule.is_any_prefix
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:

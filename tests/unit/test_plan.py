@@ -219,6 +219,13 @@ def test_plan_erases_a_slot_that_holds_nothing_of_the_prompt_and_may_have_its_fi
     assert not plan(1000, ANY_PREFIX, other).start.erases
 
 
+def test_plan_erases_a_slot_whose_tokens_are_not_known_unless_it_begins_like_the_prompt() -> None:
+    for likely, erases in ((None, True), (branch(0, 9), True), (run_of(9), False)):
+        content = Unknown(NAMESPACE, likely=likely)
+        assert plan(1000, RESTORE_POINTS, content).start.erases is erases
+        assert not plan(1000, ANY_PREFIX, content).start.erases
+
+
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     made = plan(500, END_ONLY, RESTORED)
     assert (made.start.erases, made.start.kind) == (True, "nothing")
