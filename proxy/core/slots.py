@@ -165,9 +165,7 @@ class Slot:
     `destined` are the tokens that the lease's request will put there, None if they are not known. That
     request is `answered_for` a tenant while the proxy still looks whether it ran there. `sources` are the
     checkpoints that the content was restored from or saved as; `has_answered`: the slot has answered a
-    request since. `awaits_copy`: a request for several completions ran here. llama-server may copy the
-    cache of one of its slots to the others only at the next evaluation, over a state restored before that
-    (docs/upstream/late_copy_overwrites_restore.py).
+    request since.
     """
 
     id: SlotId
@@ -178,7 +176,6 @@ class Slot:
     answered_for: Namespace | None = None
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
-    awaits_copy: bool = False
 
     @property
     def is_leased(self) -> bool:

@@ -343,7 +343,6 @@ class Process(Services):
         self.slots.set_content(slot_id, TAINTED)
         await self.upstream.overwrite(slot_id)
         self.slots.set_content(slot_id, Empty())
-        self.slots[slot_id].awaits_copy = False  # any evaluation makes llama-server copy
 
     async def restore(
         self, slot_id: SlotId, restored: Candidate, waited_seconds: float = 0.0
@@ -353,8 +352,6 @@ class Process(Services):
         *waited_seconds* were spent on verification, which reads the file from the disk.
         """
         self.require_alive()
-        if self.slots[slot_id].awaits_copy:
-            await self.overwrite(slot_id)
         checkpoint = restored.checkpoint
         if self.store.is_quarantined(checkpoint):  # since the plan was made
             raise StoreFault(f"{checkpoint.file_name} is quarantined")

@@ -1,8 +1,8 @@
 """Requests whose prompt is not looked up, in a slot of the proxy's or of llama-server's choice."""
 
 import asyncio
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack, suppress
 
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
@@ -99,6 +99,7 @@ class UncachedRequest:
                 self._abandon(lease)
                 raise
             self._mark_unknown(used)
+            await self._process.finish(lease, self._end_copy(used))
 
     async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
         """Send the request, report it, and return the answer.
@@ -148,15 +149,32 @@ class UncachedRequest:
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
             is_tainted = is_unclear or (self._body is not None and requests.taints_slot(self._body))
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
-            self._process.slots[slot_id].awaits_copy |= self._n_slots > 1
 
     def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""
         if not (lease.held and self._is_sent):
             return  # a slot action took over the lease, or nothing has begun
         self._mark_unknown(lease.held)
-        ending = outlast(self._process, lambda: lease.reserved)
-        lease.hand_over(self._process.tasks.start(ending))
+        lease.hand_over(self._process.tasks.start(self._outlast(lease)))
+
+    async def _outlast(self, lease: Lease[None]) -> None:
+        await outlast(self._process, lambda: lease.reserved)
+        await self._end_copy(lease.reserved)
+
+    async def _end_copy(self, slot_ids: Collection[SlotId]) -> None:
+        """Let llama-server end the copy of a prompt to the slots of its other completions.
+
+        llama-server may copy only when it next evaluates anything, over a state that was restored meanwhile
+        (docs/upstream/late_copy_overwrites_restore.py). It has emptied the slots of the other completions.
+        """
+        process = self._process
+        if self._n_slots == 1 or process.shares_cells or not slot_ids:
+            return
+        n_held: dict[int, int] = {}
+        with suppress(UpstreamFault):
+            n_held = {state.id: state.n_held or 0 for state in await process.slot_states()}
+        with process.faults.suppressed("erase", UpstreamFault):
+            await process.overwrite(min(slot_ids, key=lambda slot_id: n_held.get(slot_id, 0)))
 
     def _choose(self) -> Choice[None] | None:
         slots = self._process.slots

@@ -87,3 +87,21 @@ async def test_state_restored_after_several_completions_is_not_copied_over(
         for body, reply in zip(bodies, replies, strict=True):
             assert reply["timings"]["cache_n"] >= 1200
             assert distance(reply, await alone(rig, body)) <= WRONG_BAR
+
+
+@pytest.mark.parametrize("kind", ["full", *in_long("hybrid", "swa")])
+async def test_several_completions_are_not_mixed_up_by_the_ram_cache(
+    start_rig: StartRig, kind: str
+) -> None:
+    """llama-server restores prompts from its RAM cache too, and the last prompt's copy may be due."""
+    async with start_rig(kind, extra_args=("--cache-ram", "1024")) as rig:
+        first, second = prompt(1300, seed=1), prompt(2000, seed=2)
+        longer = {**first, "prompt": first["prompt"] + prompt(80, seed=3)["prompt"]}
+        for body in (first, second, longer):
+            several = {**body, "n_cmpl": 2, "n_predict": 1}
+            async with rig.client.post(rig.base_url + COMPLETION, json=several) as told:
+                replies = await told.json()
+            await rig.settled()
+        assert replies[0]["timings"]["cache_n"] >= 1200
+        right = await alone(rig, longer)
+        assert all(distance(reply, right) <= WRONG_BAR for reply in replies)
