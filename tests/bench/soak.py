@@ -6,12 +6,14 @@ traffic has ended they must be back where they were, and memory may not have gro
 Answers must be those of another llama-server, which nobody else asks.
 
 python -m tests.bench.soak [--minutes 10] [--clients 5] [--seed 1] [--kind hybrid] [--slots 2] [--pause 40]
+                           [--flags="--cache-ram 1024"]
 """
 
 import argparse
 import asyncio
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -80,7 +82,10 @@ class Soak:
         self._pause_seconds: float = arguments.pause
         self._chance = random.Random(seed)
         options = ("--max-store-bytes", str(BUDGET_BYTES), "--idle-save-seconds", "1")
-        setup = Setup(n_threads=1, n_slots=arguments.slots, proxy_options=options)
+        flags = tuple(shlex.split(arguments.flags))
+        setup = Setup(
+            n_threads=1, n_slots=arguments.slots, server_arguments=flags, proxy_options=options
+        )
         self._stack = Stack(arguments.kind, SIZE, leftovers, has_proxy=True, setup=setup)
         self._alone = Stack(
             arguments.kind, SIZE, leftovers, has_proxy=False, setup=Setup(n_threads=1, n_slots=1)
@@ -294,6 +299,7 @@ def main() -> int:
     parser.add_argument("--kind", default="hybrid")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--pause", type=float, default=40.0, help="seconds between disturbances")
+    parser.add_argument("--flags", default="", help="of llama-server")
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments, leftovers))
 

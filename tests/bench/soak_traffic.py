@@ -75,7 +75,7 @@ class Client:
             case 3 if self._chance.random() < 0.5:
                 return "/v1/embeddings", {"input": "a word"}
             case 3:
-                return "/v1/chat/completions", {"messages": messages, "n": self._n_slots, **fixed}
+                return "/v1/chat/completions", {"messages": messages, "n": self._n_slots, **chat}
             case _:
                 return "/v1/chat/completions", {"messages": messages, "tools": TOOLS, **chat}
 
@@ -104,17 +104,22 @@ class Client:
         return await self._compare(body, content) if body.get("logprobs") else "served"
 
     async def _compare(self, body: Body, content: bytes) -> str:
-        """Return *served* if the answer begins as llama-server's own."""
-        chat = self._alone_url + "/v1/chat/completions"
+        """Return *served* if the answer, or each of several, begins as llama-server's own."""
+        chat, alone = self._alone_url + "/v1/chat/completions", {"cache_prompt": False, "n": 1}
         async with aiohttp.ClientSession() as http:
-            async with http.post(chat, json={**body, "cache_prompt": False}) as reply:
-                pair = json.loads(content), await reply.json()
-        mine, own = (each["choices"][0]["logprobs"]["content"][0] for each in pair)
-        alone = {top["id"]: top["logprob"] for top in own["top_logprobs"]}
-        away = abs(mine["logprob"] - alone.get(mine["id"], float("-inf")))
-        if away < LEAST_DIFFERENCE:
-            return "served"
-        return f"other answer: {mine['token']!r} {away:.3f} away, {pair[0]['timings']}"
+            async with http.post(chat, json=body | alone) as reply:
+                (own,) = _first_tokens(await reply.json())
+        answer = json.loads(content)
+        own_logprobs = {top["id"]: top["logprob"] for top in own["top_logprobs"]}
+        for mine in _first_tokens(answer):
+            away = abs(mine["logprob"] - own_logprobs.get(mine["id"], float("-inf")))
+            if away >= LEAST_DIFFERENCE:
+                return f"other answer: {mine['token']!r} {away:.3f} away, {answer['timings']}"
+        return "served"
+
+
+def _first_tokens(answer: Body) -> list[Body]:
+    return [choice["logprobs"]["content"][0] for choice in answer["choices"]]
 
 
 class Traffic:
