@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from proxy.core.tokens import TokenIds
 from proxy.errors import StateFileMalformed
@@ -35,6 +36,7 @@ _MAX_TOKENS = 1 << 26
 CONTEXT_CHECKPOINTS_MAGIC = 0x504B4353
 CONTEXT_CHECKPOINTS_VERSION = 1
 DRAFT_MAGIC = 0x54464453
+COMPRESSED_MAGIC = 0x34565344
 _APPENDICES = (None, CONTEXT_CHECKPOINTS_MAGIC, DRAFT_MAGIC)
 _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
@@ -115,8 +117,8 @@ def require(is_so: bool, otherwise: str) -> None:
         raise StateFileMalformed(otherwise)
 
 
-# The memory sections: attention caches and recurrent states, in file order. Nothing in the file names the
-# memory type, so each type is tried until one fits.
+# The memory sections: attention caches and recurrent states, in file order. Only DeepSeek V4's is named in
+# the file, so each type is tried until one fits.
 
 
 def read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...]:
@@ -134,6 +136,8 @@ def _read_section(reader: Reader, version: int) -> FoundSection:
     # the first attempt that can read the section is taken. Version 2 has two coordinates, later versions
     # three (llama-kv-cells.h).
     start, rope_bytes = reader.position, 12 if version > 2 else 8
+    if reader.peek() == COMPRESSED_MAGIC:
+        return _read_compressed(reader, version)
     for attempt in (
         partial(_read_attention, reader, version, extra_bytes=0, has_v=True),
         partial(_read_attention, reader, version, extra_bytes=rope_bytes, has_v=True),
@@ -142,7 +146,8 @@ def _read_section(reader: Reader, version: int) -> FoundSection:
     ):
         reader.position = start
         with suppress(StateFileMalformed):
-            return attempt()
+            if (found := attempt()).section.n_layers or not found.n_cells:
+                return found
     raise StateFileMalformed(f"has an unknown section at byte {start}")
 
 
@@ -169,7 +174,7 @@ def _read_stream(
     reader.position = offset
     reader.skip(n_cells * cell_bytes)
     v_transposed, n_layers = reader.numbers("II")
-    is_possible = v_transposed <= 1 and 1 <= n_layers <= _MAX_LAYERS
+    is_possible = v_transposed <= 1 and n_layers <= _MAX_LAYERS
     require(is_possible, "has an impossible attention header")
     rotations = reader.numbers("II") if version >= 4 else ()
     rows = [_skip_tensor(reader, n_cells) for _ in range(n_layers)]
@@ -202,12 +207,33 @@ def _read_recurrent(reader: Reader) -> FoundSection:
     require(not is_transposed and 1 <= n_layers <= _MAX_LAYERS, "is no recurrent section")
     rows = []
     # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
-    # number is not in the file: the section ends with the state.
-    while reader.peek() not in _APPENDICES:
+    # number is not in the file. All are F32 (0), and no other section begins like that.
+    while reader.peek() == 0:
         rows.append(_skip_tensor(reader, n_cells))
     is_known = len(rows) % 2 == 0 and len(rows) <= 2 * n_layers
     require(is_known, "has recurrent tensors of an unknown kind")
     return FoundSection(Section("recurrent", 1, False, n_layers, (), tuple(rows)), n_cells)
+
+
+def _read_compressed(reader: Reader, version: int) -> FoundSection:
+    """Read DeepSeek V4's memory (llama-kv-cache-dsv4.cpp): a window, compressed keys, three compressors.
+
+    The compressors keep as much for any number of tokens. A context checkpoint lacks compressed keys.
+    """
+    _, state_version, is_partial = reader.numbers("III")
+    require(state_version == 1 and is_partial <= 1, "has compressed keys of an unknown kind")
+    for _ in range(2 - is_partial):  # in front of the window is a cache without layers
+        found = _read_attention(reader, version, extra_bytes=0, has_v=False)
+    rows = [*found.section.rows]
+    for head, n_tensors in [("4I", 1)] * (3 - 3 * is_partial) + [("6I", 2)] * 3:
+        *_, n_layers = reader.numbers(head)
+        require(n_layers <= _MAX_LAYERS, "has compressed keys of too many layers")
+        for tensor in range(n_layers * n_tensors):
+            reader.skip(0 if tensor % n_tensors else 4)  # the layer's number
+            ggml_type, _, n_rows, row_bytes = reader.numbers("iQQQ")
+            reader.skip(n_rows * row_bytes)
+            rows += [(ggml_type, n_rows * row_bytes)] * (n_tensors - 1)
+    return FoundSection(replace(found.section, kind="compressed", rows=tuple(rows)), found.n_cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +332,7 @@ class StateFile:
     @property
     def recurrent_bytes(self) -> int:
         """The size of the recurrent states in the file, those of its context checkpoints included."""
-        rows = (f.section.rows for f in self.sections or () if f.section.kind == "recurrent")
+        rows = (f.section.rows for f in self.sections or () if f.section.kind != "attention")
         one = sum(row_bytes for section_rows in rows for _, row_bytes in section_rows)
         return one * (1 + len(self.context_checkpoints))
 

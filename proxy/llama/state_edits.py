@@ -114,8 +114,11 @@ def _fits(entry: Entry, donors_state: files.StateFile, state: files.StateFile) -
     if donors_state.n_media or state.n_media or donors_state.tokens[:n] != state.tokens[:n]:
         return False
     layout = tuple(found.section for found in _sections(file, point, donors_state.version))
-    is_same_memory = donors_state.layout == state.layout and bool(layout)
-    if not is_same_memory or (state.layout or ())[-len(layout) :] != layout:
+    memory = state.layout or ()
+    is_same_memory = donors_state.layout == memory and bool(layout)
+    if [section.kind for section in memory[-2:]] == ["recurrent", "attention"]:
+        memory = memory[:-1]  # the index of sparse attention: no context checkpoint has one
+    if not is_same_memory or memory[-len(layout) :] != layout:
         return False
     # Both must have, or not have, the states of a draft model and of speculation.
     last = state.context_checkpoints[-1].state_bytes if state.context_checkpoints else (0, 0, 0)
@@ -127,7 +130,7 @@ def _sections(
 ) -> tuple[files.FoundSection, ...]:
     """Return the sections of a context checkpoint; none if they are not understood.
 
-    They are the last sections of its state: a window, a recurrent state, or both.
+    They are the last of its state, but for an index: a window, a recurrent state, or both.
     """
     begin = point.offset + 16 + 8  # behind its three numbers and the length of the model's state
     reader = files.Reader(file, begin + point.state_bytes[0])

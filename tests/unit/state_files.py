@@ -110,6 +110,26 @@ def recurrent(last_position: int, *, n_layers: int = 4, n_with_state: int = 3) -
     return head + struct.pack("<II", 0, n_layers) + row * 2 * n_with_state
 
 
+def compressed(n_tokens: int, *, n_window: int = 2, is_partial: bool = False) -> bytes:
+    """Return DeepSeek V4's section; a context checkpoint's is partial: without the compressed keys."""
+    cells = cells_at(range(n_tokens))
+    whole = attention(cells, n_layers=0, has_v=False), attention(cells[-n_window:], has_v=False)
+    layers = range(2)
+    keys = b"".join(_compressed(i, n_tokens // 4) for i in layers)
+    left = b"".join(_compressed(i, 3) + _compressed(i, 3)[4:] for i in layers)
+    caches = struct.pack("<4I", 2, n_tokens // 4, 1, len(layers)) + keys
+    compressors = struct.pack("<6I", 1, 4, 3, 4, 1, len(layers)) + left
+    parts = [*whole[is_partial:], *[caches] * (0 if is_partial else 3), *[compressors] * 3]
+    return b"DSV4" + struct.pack("<II", 1, is_partial) + b"".join(parts)
+
+
+def _compressed(layer: int, n_rows: int) -> bytes:
+    size = F32_ROW[1]
+    return (
+        struct.pack("<IiQQQ", layer, F32_ROW[0], size // 4, n_rows, size) + b"\xcd" * size * n_rows
+    )
+
+
 def context_checkpoint(n_tokens: int, pos_min: int, pos_max: int, *states: bytes) -> bytes:
     """Return one context checkpoint with the states of the model, of a draft model and of speculation."""
     states = (*states, b"", b"", b"")[:3]

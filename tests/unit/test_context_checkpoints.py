@@ -22,6 +22,7 @@ from tests.unit.compositions import Composition, compositions
 from tests.unit.state_files import (
     appendix,
     attention,
+    compressed,
     context_checkpoint,
     draft_state,
     partial_state,
@@ -143,6 +144,28 @@ def test_restore_point_of_a_window_names_it_and_its_tokens_order_it(
     donor.write_bytes(file(window(3)))
     data = file(window(5), window(4))
     assert select(path, data, {4}, {2: donor}) == ({2, 4}, file(window(3), window(5)))
+
+
+def indexed(*entries: bytes) -> bytes:
+    first, index = (attention(N, has_v=False, row_bytes=size) for size in (8, 24))
+    return state_file(words(TOKENS), first, recurrent(N - 1), index, appendix(*entries))
+
+
+def test_graft_takes_a_recurrent_state_in_front_of_an_index(path: Path, donor: Path) -> None:
+    donor.write_bytes(indexed(entry(3)))
+    found, data = select(path, indexed(entry(4)), {4}, {3: donor})
+    assert (found, data) == ({3, 4}, indexed(entry(3), entry(4)))
+
+
+def test_graft_takes_what_a_context_checkpoint_has_of_compressed_keys(
+    path: Path, donor: Path
+) -> None:
+    def file(*points: int) -> bytes:
+        entries = (entry(n, compressed(n, is_partial=True)) for n in points)
+        return state_file(words(TOKENS), compressed(N), appendix(*entries))
+
+    donor.write_bytes(file(3))
+    assert select(path, file(4), {4}, {3: donor}) == ({3, 4}, file(3, 4))
 
 
 DONORS = {

@@ -13,6 +13,7 @@ from tests.unit.state_files import (
     F16_ROW,
     F32_ROW,
     attention,
+    compressed,
     context_checkpoints,
     draft_state,
     legacy_words,
@@ -36,6 +37,13 @@ COMPOSITIONS = {
     "hybrid": [attention(N), recurrent(N - 1), POINTS, draft_state()],
     "hybrid with M-RoPE": [attention(N, is_mrope=True), recurrent(N - 1), POINTS],
     "hybrid with a window": [attention(N), attention(2, first=3), recurrent(N - 1)],
+    "hybrid with an index": [
+        attention(N, has_v=False),
+        recurrent(N - 1),
+        attention(N, has_v=False, row_bytes=24),
+        POINTS,
+    ],
+    "compressed keys": [compressed(N), POINTS],
 }
 KINDS = {
     "sliding window": ["attention", "attention"],
@@ -43,6 +51,8 @@ KINDS = {
     "hybrid": ["attention", "recurrent"],
     "hybrid with M-RoPE": ["attention", "recurrent"],
     "hybrid with a window": ["attention", "attention", "recurrent"],
+    "hybrid with an index": ["attention", "recurrent", "attention"],
+    "compressed keys": ["compressed"],
 }
 
 
