@@ -32,6 +32,13 @@ POST_ATTENTION_SCALE = 0.3
 # An index picks so many tokens; its keys are as long as those of the real models.
 N_PICKED = 64
 INDEX_SIZE = 128
+# With few heads many scores would be exactly 0, and which of them are picked is chance.
+N_INDEX_HEADS = 16
+COMPRESSED_WINDOW = 128
+# Not as long as other keys, or llama-server divides by zero.
+COMPRESSED_INDEX_SIZE = 64
+SPARSE_RATIO = 4
+COMPRESSION_RATIOS = (0, SPARSE_RATIO, 128, SPARSE_RATIO)
 
 WriteArchitecture = Callable[[gguf.GGUFWriter, TensorWriter, Shape], None]
 
@@ -170,6 +177,97 @@ def write_sparse(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -
         tensors.matrix(f"{block}.indexer.attn_k.weight", INDEX_SIZE, shape.n_embd)
         tensors.matrix(f"{block}.indexer.attn_q_b.weight", index_size, latent_size)
         add_feed_forward(tensors, block, shape)
+
+
+def write_compressed(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `deepseek4`: a window, and older keys compressed by 4, of which an index picks, or by 128."""
+    n_embd, n_streams = shape.n_embd, 4
+    latent_size, head_size = 2 * shape.head_size, 4 * shape.head_size
+    ratios = [COMPRESSION_RATIOS[i % len(COMPRESSION_RATIOS)] for i in range(shape.n_layers)]
+    _write_common(writer, shape)
+    _write_compression(writer, shape, n_streams, head_size, ratios)
+    n_mixed = n_streams * (n_streams + 2)
+    _add_mixer(tensors, "output_hc", n_streams, n_streams * n_embd, 1)
+    for layer, ratio in enumerate(ratios):
+        block = f"blk.{layer}"
+        for norm in ("attn_norm", "ffn_norm"):
+            tensors.constant(f"{block}.{norm}.weight", n_embd)
+        tensors.constant(f"{block}.attn_sinks.weight", shape.n_heads, 0.0)
+        tensors.constant(f"{block}.attn_q_a_norm.weight", latent_size)
+        tensors.constant(f"{block}.attn_kv_a_norm.weight", head_size, ATTENTION_GAIN)
+        tensors.matrix(f"{block}.attn_q_a.weight", latent_size, n_embd)
+        tensors.matrix(f"{block}.attn_q_b.weight", shape.n_heads * head_size, latent_size)
+        tensors.matrix(f"{block}.attn_kv.weight", head_size, n_embd)
+        tensors.matrix(f"{block}.attn_output_a.weight", latent_size, shape.n_heads * head_size)
+        tensors.residual_matrix(f"{block}.attn_output_b.weight", n_embd, latent_size)
+        if ratio == SPARSE_RATIO:
+            _add_compressor(tensors, f"{block}.attn", n_embd, head_size, ratio, n_overlapping=2)
+            _add_compressor(
+                tensors, f"{block}.indexer", n_embd, COMPRESSED_INDEX_SIZE, ratio, n_overlapping=2
+            )
+            tensors.matrix(f"{block}.indexer.proj.weight", N_INDEX_HEADS, n_embd)
+            index_size = N_INDEX_HEADS * COMPRESSED_INDEX_SIZE
+            tensors.matrix(f"{block}.indexer.attn_q_b.weight", index_size, latent_size)
+        elif ratio:
+            _add_compressor(tensors, f"{block}.attn", n_embd, head_size, ratio)
+        for part in ("attn", "ffn"):
+            _add_mixer(tensors, f"{block}.hc_{part}", n_mixed, n_streams * n_embd, 3)
+        tensors.small_matrix(f"{block}.ffn_gate_inp.weight", 1, n_embd)
+        tensors.constant(f"{block}.exp_probs_b.bias", 1, 0.0)
+        for experts in ("exps", "shexp"):
+            tensors.matrix(f"{block}.ffn_gate_{experts}.weight", shape.n_ff, n_embd)
+            tensors.matrix(f"{block}.ffn_up_{experts}.weight", shape.n_ff, n_embd)
+            tensors.residual_matrix(f"{block}.ffn_down_{experts}.weight", n_embd, shape.n_ff)
+
+
+def _write_compression(
+    writer: gguf.GGUFWriter, shape: Shape, n_streams: int, head_size: int, ratios: list[int]
+) -> None:
+    # gguf does not know this architecture yet.
+    name = writer.arch
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_sliding_window(COMPRESSED_WINDOW)
+    writer.add_q_lora_rank(head_size // 2)
+    writer.add_expert_count(1)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(shape.n_ff)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_weights_scale(1.0)
+    writer.add_expert_weights_norm(True)
+    writer.add_uint32(f"{name}.expert_gating_func", 4)
+    writer.add_float32(f"{name}.swiglu_clamp_exp", 10.0)
+    writer.add_indexer_head_count(N_INDEX_HEADS)
+    writer.add_indexer_key_length(COMPRESSED_INDEX_SIZE)
+    writer.add_indexer_top_k(N_PICKED)
+    writer.add_uint32(f"{name}.attention.output_group_count", 1)
+    writer.add_uint32(f"{name}.attention.output_lora_rank", head_size // 2)
+    writer.add_float32(f"{name}.attention.compress_rope_freq_base", 160_000.0)
+    writer.add_array(f"{name}.attention.compress_ratios", ratios)
+    writer.add_uint32(f"{name}.hyper_connection.count", n_streams)
+    writer.add_uint32(f"{name}.hyper_connection.sinkhorn_iterations", 5)
+    writer.add_float32(f"{name}.hyper_connection.epsilon", NORM_EPSILON)
+    writer.add_uint32(f"{name}.hash_layer_count", 0)
+
+
+def _add_compressor(
+    tensors: TensorWriter, part: str, n_embd: int, size: int, ratio: int, n_overlapping: int = 1
+) -> None:
+    for matrix in ("kv", "gate"):
+        tensors.matrix(f"{part}_compressor_{matrix}.weight", n_overlapping * size, n_embd)
+    tensors.small_matrix(f"{part}_compressor_ape.weight", ratio, n_overlapping * size)
+    tensors.constant(f"{part}_compressor_norm.weight", size, ATTENTION_GAIN)
+
+
+def _add_mixer(
+    tensors: TensorWriter, name: str, n_outputs: int, n_inputs: int, n_scales: int
+) -> None:
+    tensors.small_matrix(f"{name}_fn.weight", n_outputs, n_inputs)
+    tensors.constant(f"{name}_base.weight", n_outputs, 0.0)
+    tensors.constant(f"{name}_scale.weight", n_scales, 0.3)
 
 
 def _split_rope_pairs(n_pairs: int) -> list[int]:

@@ -24,7 +24,7 @@ TEMPLATE_FOLDER = Path(__file__).with_name("templates")
 class Kind:
     """One architecture and the chat template that its files carry."""
 
-    architecture: gguf.MODEL_ARCH
+    architecture: str
     write: architectures.WriteArchitecture
     template: str = "plain"
     # Gemma multiplies its embeddings by the square root of their length.
@@ -32,13 +32,14 @@ class Kind:
 
 
 KINDS = {
-    "full": Kind(gguf.MODEL_ARCH.LLAMA, architectures.write_full),
-    "swa": Kind(gguf.MODEL_ARCH.GEMMA3, architectures.write_swa, scales_embedding=True),
-    "recurrent": Kind(gguf.MODEL_ARCH.MAMBA2, architectures.write_recurrent),
-    "hybrid": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid, template="thinking"),
-    "hybrid_mtp": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid_mtp, template="thinking"),
-    "sparse": Kind(gguf.MODEL_ARCH.GLM_DSA, architectures.write_sparse),
-    "hybrid_no_mrope": Kind(gguf.MODEL_ARCH.GRANITE_HYBRID, architectures.write_hybrid_no_mrope),
+    "full": Kind("llama", architectures.write_full),
+    "swa": Kind("gemma3", architectures.write_swa, scales_embedding=True),
+    "recurrent": Kind("mamba2", architectures.write_recurrent),
+    "hybrid": Kind("qwen35", architectures.write_hybrid, template="thinking"),
+    "hybrid_mtp": Kind("qwen35", architectures.write_hybrid_mtp, template="thinking"),
+    "sparse": Kind("glm-dsa", architectures.write_sparse),
+    "compressed": Kind("deepseek4", architectures.write_compressed),
+    "hybrid_no_mrope": Kind("granitehybrid", architectures.write_hybrid_no_mrope),
 }
 
 MEMORIES = ("full", "swa", "recurrent", "hybrid")
@@ -97,7 +98,7 @@ def build_model(kind: str, size: str, dest: Path) -> Path:
 
 def _write_model(path: Path, kind_name: str, size: str) -> None:
     kind, shape = KINDS[kind_name], SIZES[size]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind.architecture])
+    writer = gguf.GGUFWriter(path, kind.architecture)
     writer.add_name(f"lab-{kind_name}-{size}")
     file_types = gguf.LlamaFileType
     writer.add_file_type(file_types.MOSTLY_Q8_0 if shape.is_quantized else file_types.MOSTLY_F16)

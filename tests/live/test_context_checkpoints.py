@@ -19,13 +19,16 @@ OTHER_SHAPES = {
     "recurrent": ("hybrid", ()),
     "hybrid": ("recurrent", ()),
     "hybrid_no_mrope": ("hybrid", ()),
+    "compressed": ("hybrid", ()),
 }
 """For each kind a model and flags that give the same restore points, but of another shape."""
 LENGTHS = (900, 1500, 2100, 2700)
 END = 3000
 
 
-@pytest.fixture(scope="module", params=["swa", "hybrid", *in_long("recurrent", "hybrid_no_mrope")])
+@pytest.fixture(
+    scope="module", params=["swa", "hybrid", "compressed", *in_long("recurrent", "hybrid_no_mrope")]
+)
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:

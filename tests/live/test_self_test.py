@@ -31,6 +31,7 @@ CASES = {
     "recurrent": (None, (), POINTS),
     "hybrid": (None, (), POINTS),
     "hybrid_no_mrope": (None, (), POINTS),
+    "compressed": (None, (), POINTS),
     "swa, --swa-full": (None, ("--swa-full",), END_ONLY),
     "swa, without": (None, ("--ctx-checkpoints", "0"), SWA_END),
     "recurrent, without": (None, ("--ctx-checkpoints", "0"), END_ONLY),
