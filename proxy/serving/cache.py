@@ -13,7 +13,7 @@ from proxy.errors import UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.explain.views import OWN_CLIENT
 from proxy.llama import requests
-from proxy.serving import fetching
+from proxy.serving import fetching, planning
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
@@ -101,8 +101,10 @@ class Cache:
         # A stream can be withdrawn as long as llama-server has not answered.
         if not request.wants_stream and not await process.is_current():
             raise replaced()
-        request.extends = content
-        request.prompt = Prompt(content.tokens, request.namespace, shape=request.shape)
+        prompt = Prompt(content.tokens, request.namespace, shape=request.shape)
+        if process.rule.is_end_only and not planning.has_file(process, prompt, content.n_saved):
+            return False
+        request.extends, request.prompt = content, prompt
         return True
 
     async def _read_now(self, process: Process, request: Request) -> None:

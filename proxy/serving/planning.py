@@ -34,6 +34,12 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
     return found, n_shared
 
 
+def has_file(process: Process, prompt: Prompt, n_saved: int) -> bool:
+    """Return whether a file still ends with the first *n_saved* tokens of a prompt, or later in it."""
+    found, _ = look_up(process, prompt)
+    return any(c.n_common == c.checkpoint.n_tokens >= n_saved for c in found)
+
+
 def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield candidates with only those context checkpoints of their files that llama-server loads."""
     for candidate in found:

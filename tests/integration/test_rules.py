@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core import saving
+from proxy.core.eviction import Removal
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.llama import state_edits
 from proxy.llama.state_edits import repair_window
@@ -327,3 +328,20 @@ async def test_known_rule_is_not_derived_again(start_rig: StartRig) -> None:
         await rig.attached()
         assert (await rig.health())["servers"][0]["rule"] == "any prefix"
         assert len(rig.server.seen_at("restore")) == n_restores
+
+
+async def test_end_only_conversation_whose_file_is_gone_gets_another_one(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        messages = conversation("a")
+        messages = [*next_question(messages, await rig.chat(messages)), *question("b", 50)]
+        await rig.settled()
+        monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+        assert (store := rig.running.store) is not None and rig.checkpoints
+        for checkpoint in list(store):
+            await store.remove(checkpoint, Removal.OPERATOR)
+        assert not rig.checkpoints
+        await rig.chat(messages)
+        await rig.settled()
+        assert rig.checkpoints
