@@ -173,6 +173,8 @@ class UncachedRequest:
         n_held: dict[int, int] = {}
         with suppress(UpstreamFault):
             n_held = {state.id: state.n_held or 0 for state in await process.slot_states()}
+        # A request of /v1/messages that is just starting would be thought to run in that slot.
+        (await process.queue.hold()).end()
         with process.faults.suppressed("erase", UpstreamFault):
             await process.overwrite(min(slot_ids, key=lambda slot_id: n_held.get(slot_id, 0)))
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from proxy.core.conditions import DegradationKind
+from proxy.llama.answers import Answer
+from proxy.serving.placement import SimilarRequest
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
@@ -105,3 +108,37 @@ async def test_several_completions_are_not_mixed_up_by_the_ram_cache(
         assert replies[0]["timings"]["cache_n"] >= 1200
         right = await alone(rig, longer)
         assert all(distance(reply, right) <= WRONG_BAR for reply in replies)
+
+
+async def test_request_that_starts_behind_several_completions_is_found_in_its_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that is evaluated behind them begins a task in one of their slots."""
+    async with start_rig("full", n_slots=4, n_ctx=16384) as rig:
+        process = rig.running.pool.processes[0]
+        send, is_ready = SimilarRequest._send_as_it_is, asyncio.Event()
+
+        async def late(request: SimilarRequest) -> Answer:
+            is_ready.set()
+            await until(
+                lambda: (
+                    process.queue._choosing.n_waiting
+                    or DegradationKind.PLACED_ELSEWHERE in process.degradations
+                )
+            )
+            return await send(request)
+
+        monkeypatch.setattr(SimilarRequest, "_send_as_it_is", late)
+        several = {**prompt(300, seed=3), "n_cmpl": 2, "n_predict": 500, "ignore_eos": True}
+        first = asyncio.ensure_future(rig.client.post(rig.base_url + COMPLETION, json=several))
+        await until(lambda: sum(slot.is_running for slot in process.slots) == 2)
+        messages = [{"role": "user", "content": "tell me more " * 60}]
+        asked = rig.post("/v1/messages", {"max_tokens": 4, "messages": messages})
+        second = asyncio.ensure_future(asked)
+        await is_ready.wait()
+        assert not first.done()
+        async with await first as told:
+            assert len(await told.json()) == 2
+        await second
+        await rig.settled()
+        assert DegradationKind.PLACED_ELSEWHERE not in process.degradations
