@@ -86,16 +86,10 @@ class Cache:
         if ending:
             await asyncio.wait(ending)
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
-        slots, is_pinned = process.slots, requests.honours_id_slot(request.route)
-        slot = slot_to_extend(
-            conversation,
-            slots,
-            process.rule,
-            request.namespace,
-            n_room,
-            pays=partial(is_expected_to_pay, process.sizes, process.rates),
-            is_pinned=is_pinned,
-        )
+        pays = partial(is_expected_to_pay, process.sizes, process.rates)
+        known = conversation, process.slots, process.rule, request.namespace, n_room
+        is_pinned = requests.honours_id_slot(request.route)
+        slot = slot_to_extend(*known, pays=pays, is_pinned=is_pinned)
         if slot is None or not isinstance(content := slot.content, Known):
             return False
         # A stream can be withdrawn as long as llama-server has not answered.
