@@ -91,7 +91,7 @@ def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, 
     for request in last:
         used = command.age_in_words(time.time() - request["at"])
         share = f"{(request['confirmed'] or 0) / max(1, request['n_prompt'] or 0):.0%} reused"
-        fate = {"unanswered": "not answered"}.get(request["outcome"], share)
+        fate = "not answered" if request["outcome"] == "unanswered" else share
         yield "conversation", f"{named_in_words(request)}: {fate}, {used}"
 
 

@@ -34,7 +34,16 @@ from proxy.core.model import (
     usable_tokens,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import Known, Slot, Unknown, live_reuse, must_be_erased, n_busy, shared_tokens
+from proxy.core.slots import (
+    Empty,
+    Known,
+    Slot,
+    Unknown,
+    live_reuse,
+    must_be_erased,
+    n_busy,
+    shared_tokens,
+)
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -251,13 +260,11 @@ def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int)
     llama-server would answer a later prompt from that one (docs/upstream/stale_context_checkpoint.py).
     """
     content = slot.content
-    if isinstance(content, Unknown) and not _has_brief(slot, prompt):
-        n_common = (
-            0 if content.likely is None else common_prefix_length(content.likely, prompt.tokens)
-        )
-    elif not isinstance(content, Known):
+    if rule.is_any_prefix or isinstance(content, Empty) or _has_brief(slot, prompt):
         return False
-    return n_common == 0 and not rule.is_any_prefix
+    if isinstance(content, Known):
+        return n_common == 0
+    return content.likely is None or not common_prefix_length(content.likely, prompt.tokens)
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:

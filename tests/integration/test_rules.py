@@ -15,7 +15,7 @@ from tests.fakes.slot_files import read_slot_file
 from tests.fakes.slots import WINDOW, Memory
 from tests.fakes.tokenizer import render, tokenize
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, Rig, hang_up, next_question, question, text
+from tests.integration.rig import COMPLETION, Messages, Rig, hang_up, next_question, question, text
 from tests.lab.waiting import until
 
 HEADER = [{"role": "system", "content": text("rules", 400)}]
@@ -253,14 +253,20 @@ async def test_end_only_tool_loop_keeps_its_turn_start(start_rig: StartRig) -> N
         assert rig.sample("restores_total", result="done") == before + 1
 
 
+async def next_turn_without_a_file(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
+    """Serve and save a first turn; return the messages of the next one, whose file will not pay."""
+    messages = conversation("a")
+    messages = [*next_question(messages, await rig.chat(messages)), *question("b", 50)]
+    await rig.settled()
+    monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+    return messages
+
+
 async def test_end_only_question_whose_file_does_not_pay_is_sent_at_once(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
-        messages = conversation("a")
-        messages = [*next_question(messages, await rig.chat(messages)), *question("b", 50)]
-        await rig.settled()
-        monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+        messages = await next_turn_without_a_file(rig, monkeypatch)
         n_seen, checkpoints = len(rig.server.seen), rig.checkpoints
         reply = await rig.chat(messages)
         seen = [request.place for request in rig.server.seen[n_seen:]]
@@ -334,10 +340,7 @@ async def test_end_only_conversation_whose_file_is_gone_gets_another_one(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
-        messages = conversation("a")
-        messages = [*next_question(messages, await rig.chat(messages)), *question("b", 50)]
-        await rig.settled()
-        monkeypatch.setattr(saving, "pays_again", lambda *_: False)
+        messages = await next_turn_without_a_file(rig, monkeypatch)
         assert (store := rig.running.store) is not None and rig.checkpoints
         for checkpoint in list(store):
             await store.remove(checkpoint, Removal.OPERATOR)
