@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from proxy.core.messages import list_of
+from proxy.core.messages import list_of, without_reminders
 from proxy.core.tokens import common_prefix_length
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Sketch, first_difference, is_truncated, pieces_of, sketch_of
@@ -273,7 +273,6 @@ _ENVIRONMENT = _TextBlock(
     ("</env", "\n# "),
 )
 _REMINDER = _TextBlock(("<system-reminder>",), ("</system-reminder>",))
-_ENDED_REMINDER = re.compile(r"(?s)<system-reminder>.*?</system-reminder>\s*")
 _REASONING = _TextBlock(
     ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>"),
     ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>"),
@@ -313,8 +312,8 @@ def is_reminder(new: str, old: str, at: int) -> bool:
 
 
 def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
-    """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders."""
-    now, before = (_ENDED_REMINDER.sub("", text).strip() for text in (new[begin:end], old[begin:]))
+    """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders and spaces."""
+    now, before = ("".join(without_reminders(t).split()) for t in (new[begin:end], old[begin:]))
     return bool(now) and before.startswith(now)
 
 

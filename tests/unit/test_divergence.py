@@ -198,6 +198,6 @@ def test_what_is_no_date_is_not_taken_for_one() -> None:
 
 
 def test_reminders_are_left_out_in_one_go_even_if_they_have_no_end() -> None:
-    old = f"{REMINDER} {REMINDER}Go on" + "<system-reminder>" * 20_000
+    old = f"{REMINDER} {REMINDER}Go on" + "<system-reminder>" * 500_000
     assert is_alike_without_reminders("Go on", old, 0, 5)
     assert not is_alike_without_reminders("Go back", old, 0, 7)

@@ -1,6 +1,5 @@
 """What a request is to its conversation, told by the messages of those before it."""
 
-import time
 from typing import Any
 
 import pytest
@@ -111,6 +110,5 @@ def test_own_text_is_that_without_whole_reminders(text: str, own: str) -> None:
 
 def test_reminders_that_do_not_end_are_looked_through_at_once() -> None:
     """As in code or logs of agents: a megabyte took minutes, in which nothing else was served."""
-    text, began = REMINDER_TAG * 20_000, time.thread_time()
+    text = REMINDER_TAG * 500_000
     assert without_reminders(text) == text and not has_reminder(text)
-    assert time.thread_time() - began < 1
