@@ -56,7 +56,7 @@ async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(
             return any(state.is_processing for state in await process.slot_states())
 
         for trial in range(3):
-            first, left = prompt(600, seed=trial), prompt(12_000, seed=10 + trial)
+            first, left = prompt(600, seed=trial), prompt(6_000, seed=10 + trial)
             await rig.post(COMPLETION, first)
             await rig.settled()
             leaving = asyncio.ensure_future(rig.post(COMPLETION, left))

@@ -27,7 +27,7 @@ END = 3000
 
 
 @pytest.fixture(
-    scope="module", params=["swa", "hybrid", "compressed", *in_long("recurrent", "hybrid_no_mrope")]
+    scope="module", params=["swa", "hybrid", *in_long("compressed", "recurrent", "hybrid_no_mrope")]
 )
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -102,6 +102,12 @@ def test_file_without_any_context_checkpoint_is_continued_at_its_end_only(bench:
     require_continued_at(bench, file, 0, diverging_at(2000))
 
 
+@pytest.mark.parametrize(
+    "bench",
+    ["swa", "hybrid", "compressed", *in_long("recurrent", "hybrid_no_mrope")],
+    indirect=True,
+    scope="module",
+)
 @pytest.mark.parametrize("slot", [1, *in_long(0)], ids=["other slot", "same slot"])
 def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int) -> None:
     older = grown(forgetful, 900, name="older", slot=slot)
