@@ -134,6 +134,11 @@ class ServerAway(ProxyError):
         self.has_ended = has_ended
 
 
+def replaced() -> ServerAway:
+    """Return the error of a request whose llama-server was replaced before the request was sent."""
+    return ServerAway("llama-server was replaced meanwhile", was_sent=False)
+
+
 class OutOfCells(ProxyError):
     """llama-server failed a request, and all others that ran, because its slots share too few cells."""
 

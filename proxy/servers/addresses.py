@@ -482,4 +482,4 @@ class Addresses:
         queues = [process.queue for server in self._plain if (process := server.process)]
         fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
         if fullest is not idle:
-            fullest.let_go()
+            fullest.send_elsewhere()

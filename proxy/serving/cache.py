@@ -9,7 +9,7 @@ from proxy.core.model import Prompt, Title
 from proxy.core.residency import choose_slot_for_brief, slot_to_extend
 from proxy.core.saving import is_expected_to_pay
 from proxy.core.slots import Known
-from proxy.errors import UpstreamRefused, WillBeRefused
+from proxy.errors import UpstreamRefused, WillBeRefused, replaced
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.explain.views import OWN_CLIENT
 from proxy.llama import requests
@@ -17,7 +17,6 @@ from proxy.serving import fetching, planning
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
-from proxy.serving.queue import replaced
 from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.tenants import admit, note_taken, note_tenant

@@ -29,7 +29,7 @@ from proxy.log import get_logger
 from proxy.serving import planning
 from proxy.serving.launches import wind_up
 from proxy.serving.process import Process
-from proxy.serving.queue import Choice, Lease, replaced
+from proxy.serving.queue import Choice, Lease
 from proxy.serving.request import Request
 from proxy.tasks import Turn, wait_for
 
@@ -84,9 +84,9 @@ class CachedRequest:
             self._note_asked()
             if process.queue.n_waiting:
                 self._keep_most_useful(planning.look_up(process, self._prompt)[0])
-        lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_passed=True)
+        lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_overtaken=True)
         with self._kept, await lease as self._lease:
-            self._account = Account(self._lease.reason, self._prompt.n_tokens)
+            self._account = Account(self._lease.plan, self._prompt.n_tokens)
             request.account, request.foresee = self._account, self._foresee
             if not self._extended:
                 self._note_planned()
@@ -104,7 +104,7 @@ class CachedRequest:
         # A state that is restored into a dying process would be blamed for its end.
         if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
             if not await process.is_current():
-                raise replaced()
+                raise errors.replaced()
             process.has_broken_off = False
         try:
             can_reuse = bool(self._extended) or await self._prepare()
@@ -116,7 +116,7 @@ class CachedRequest:
                 self._reading.cancel()  # reading writes into the request, which may begin again
             is_away = isinstance(error, errors.ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
-                raise replaced() from error  # it was withdrawn
+                raise errors.replaced() from error  # it was withdrawn
             self._abandon(is_emptied=isinstance(error, errors.OutOfCells) and self._is_placed)
             if await self._may_be_our_fault(error):
                 # The suspects are quarantined now, so the request may be tried again.
@@ -216,7 +216,7 @@ class CachedRequest:
             if isinstance(fault, errors.UpstreamLost) and await self._process.has_ended():
                 raise
             if process.queue.is_closed:
-                raise replaced() from fault
+                raise errors.replaced() from fault
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
             is_clean = not self._must_erase() or await self._erase()
@@ -257,7 +257,7 @@ class CachedRequest:
     async def _restore(self, restored: Candidate) -> None:
         process, slot_id = self._process, self._plan.slot_id
         # The restored state may be more similar to the prompt of a placement than the slot meant for it.
-        (await process.queue.hold()).end()
+        await process.queue.until_unheld()
         process.slots.set_content(slot_id, TAINTED)
         began = time.monotonic()
         try:
@@ -305,7 +305,7 @@ class CachedRequest:
         """
         if self._extended and self._reading is None:
             if self._process.queue.is_closed and not self._request.answering.is_set():
-                raise replaced()
+                raise errors.replaced()
             self._process.extending.add(self._request)
             self._process.journal.note_chat(self._request)
             self._reading = self._process.tasks.start(self._read_soon())

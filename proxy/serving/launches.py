@@ -9,11 +9,10 @@ from typing import TypeVar
 from proxy.core.model import SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import UBATCH_TOKENS, Empty, SlotTable
-from proxy.errors import UpstreamFault
+from proxy.errors import UpstreamFault, replaced
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import Process
-from proxy.serving.queue import replaced
 from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns, wait_for
 
@@ -139,7 +138,7 @@ class Launches:
         for free in sorted(table.free(), key=lambda slot: slot.used_at):
             others = (slot for slot in table if slot.id != slot_id)
             if free.id != slot_id and process.is_short_of_cells(n_tokens, others):
-                (await process.queue.hold()).end()  # llama-server may just be choosing a slot
+                await process.queue.until_unheld()
                 await process.empty(free.id)
 
     async def _wait_for_saves(self) -> None:

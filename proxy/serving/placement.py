@@ -14,11 +14,10 @@ from proxy.core.model import SlotId
 from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
-from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused
+from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused, replaced
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, see_through
-from proxy.serving.queue import replaced
 from proxy.tasks import Turn, wait_for
 
 _FIRST_LOOK_SECONDS = 0.005

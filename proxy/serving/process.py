@@ -330,7 +330,7 @@ class Process(Services):
         """Save a free slot's content, then erase the slot; an empty or leased slot is left alone."""
         if isinstance(self.slots[slot_id].content, Empty):
             return
-        if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
+        if (lease := self.queue.try_lease(slot_id, overtakes_all=True)) is None:
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id))

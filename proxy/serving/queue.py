@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 from proxy.core.model import ExpectedState, SlotId
 from proxy.core.slots import TAINTED, SlotPhase, SlotTable
 from proxy.core.tokens import TokenIds
-from proxy.errors import ServerAway, TooManyRequests
+from proxy.errors import TooManyRequests, replaced
 from proxy.tasks import Turn, Turns
 
 C = TypeVar("C")
@@ -40,14 +40,14 @@ MAX_LOOKED_AT = 8
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[C]):
-    """The slots that a request takes, and the reason (its plan).
+    """The slots that a request takes, and its plan for them, if it has one.
 
     `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
-    `destined` are the tokens that will be there.
+    `destined` are the tokens that the request will put there.
     """
 
     slot_ids: tuple[SlotId, ...]
-    reason: C
+    plan: C
     is_warm: bool = False
     destined: TokenIds | None = None
 
@@ -60,7 +60,7 @@ class Lease(Generic[C]):
         self.reserved = set(choice.slot_ids)
         """The slots that are not free yet, handed over or not."""
         self._keeper: asyncio.Future[Any] | None = None
-        self.reason = choice.reason
+        self.plan = choice.plan
 
     @property
     def held(self) -> tuple[SlotId, ...]:
@@ -72,15 +72,15 @@ class Lease(Generic[C]):
 
     def release(self, *_: object) -> None:
         """Give back all slots that were not handed over; a second call is harmless."""
-        self.give_up(self.held)
+        self.give_back(self.held)
 
     __exit__ = release
 
-    def give_up(self, slot_ids: Iterable[SlotId]) -> None:
+    def give_back(self, slot_ids: Iterable[SlotId]) -> None:
         """Give back some of the slots."""
         given_back = self.reserved & set(slot_ids)
         self.reserved -= given_back
-        self._queue.give_back(self, given_back)
+        self._queue.take_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
         """Add a slot that came free during this placement."""
@@ -90,25 +90,22 @@ class Lease(Generic[C]):
             self._queue.table.set_content(slot_id, TAINTED)
             self._queue.table[slot_id].phase = SlotPhase.CLOSING
 
-    def move(self, slot_id: SlotId, reason: C) -> None:
+    def move(self, slot_id: SlotId, plan: C) -> None:
         """Exchange all slots for a free one; the caller must hold the queue."""
         left = self.held
         self._queue.table.lease(slot_id, time.monotonic())
         self.reserved.add(slot_id)
-        self.reason = reason
-        self.give_up(left)
+        self.plan = plan
+        self.give_back(left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:
         """Leave the slots to *task*, in place of an earlier task; when it ends, they are given back."""
         for slot_id in self.reserved:
             self._queue.table[slot_id].phase = SlotPhase.CLOSING
         self._keeper = task
-        task.add_done_callback(lambda it: self.give_up(self.reserved if it is self._keeper else ()))
-
-
-def replaced() -> ServerAway:
-    """Return the error to raise when llama-server was replaced before the request was sent."""
-    return ServerAway("llama-server was replaced meanwhile", was_sent=False)
+        task.add_done_callback(
+            lambda ended: self.give_back(self.reserved if ended is self._keeper else ())
+        )
 
 
 class FreeElsewhere(Exception):
@@ -120,7 +117,7 @@ class _Waiting:
     since: float
     choose: Callable[[], Choice[Any] | None]
     granted: "asyncio.Future[Lease[Any]]"
-    n_passes: int
+    n_overtakes_left: int
     """How many later requests may still take a lease before this one."""
     is_placement: bool
 
@@ -137,7 +134,7 @@ class SlotQueue:
         self.expected: list[ExpectedState] = []
         """The states that are about to be saved, overdue ones included."""
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
-        """Called once when slots have come free and no request here waits for one."""
+        """Called when slots have come free and no request here waits for one; the server sets it."""
         self._has_come_free = False
         self.is_closed = False
         """Whether llama-server has been replaced: nothing may be saved or restored any more."""
@@ -152,22 +149,6 @@ class SlotQueue:
         """Whether a request whose slot is free gets it without waiting."""
         return not (self.is_closed or self._waiting or self.is_placing)
 
-    async def hold(self) -> Turn:
-        """Grant no lease until the turn ends: llama-server is choosing a slot by the contents."""
-        return await self._choosing.take()
-
-    @contextmanager
-    def announced(self, state: ExpectedState | None) -> Iterator[None]:
-        """Let others wait for a state while the block runs; after it the state is there, or never comes."""
-        expected = [state] if state else []
-        self.expected += expected
-        try:
-            yield
-        finally:
-            for each in expected:
-                self.expected.remove(each)
-                self.reconsider()
-
     @property
     def n_waiting(self) -> int:
         return len(self._waiting)
@@ -177,13 +158,13 @@ class SlotQueue:
         choose: Callable[[], Choice[C] | None],
         *,
         since: float | None = None,
-        may_be_passed: bool = False,
+        may_be_overtaken: bool = False,
         is_placement: bool = False,
     ) -> Lease[C]:
         """Wait for the turn and for slots to choose from.
 
         The place in the queue goes by *since*, the arrival on the monotonic clock; by default it is now.
-        With *may_be_passed*, some later requests may go first while this one declines free slots.
+        With *may_be_overtaken*, some later requests may go first while this one declines free slots.
         Raises TooManyRequests if the queue is full, ServerAway if llama-server is replaced meanwhile, and
         FreeElsewhere.
         """
@@ -194,9 +175,9 @@ class SlotQueue:
         if len(self._waiting) >= self._max_waiting:
             raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
         granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
-        n_passes = MAX_OVERTAKES if may_be_passed else 0
+        n_overtakes_left = MAX_OVERTAKES if may_be_overtaken else 0
         since = time.monotonic() if since is None else since
-        waiting = _Waiting(since, choose, granted, n_passes, is_placement)
+        waiting = _Waiting(since, choose, granted, n_overtakes_left, is_placement)
         bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self.reconsider()
         try:
@@ -205,27 +186,33 @@ class SlotQueue:
             self._abandon(waiting)
             raise
 
-    def try_lease(self, slot_id: SlotId, *, passes_all: bool = False) -> Lease[None] | None:
+    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
+        for slot_id in choice.slot_ids:
+            self.table.lease(slot_id, time.monotonic())
+            self.table[slot_id].destined = choice.destined
+        lease = Lease(self, choice)
+        if is_placement:
+            self._placement = lease
+        return lease
+
+    def try_lease(self, slot_id: SlotId, *, overtakes_all: bool = False) -> Lease[None] | None:
         """Lease one slot if it is free and no request waits.
 
-        With *passes_all* others may wait: the caller holds the queue, or is about to start one of them.
+        With *overtakes_all* others may wait: the caller holds the queue, or is about to start one of them.
         """
-        may_lease = not self.is_closed if passes_all else self.grants_at_once
+        may_lease = not self.is_closed if overtakes_all else self.grants_at_once
         if not may_lease or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
 
-    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
-        """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
-        self._placement = None
-        for slot_id in used:
-            self.table[slot_id].note_running()
-        lease.give_up(set(lease.held) - set(used))
-
-    def note_running(self, slot_id: SlotId) -> None:
-        """Note that llama-server now runs the request of a slot's lease."""
-        self.table[slot_id].note_running()
-        self.reconsider()
+    def _abandon(self, waiting: _Waiting) -> None:
+        # Cancelled after the grant, before our task woke up: give the lease back.
+        if waiting.granted.done() and not waiting.granted.cancelled():
+            if waiting.granted.exception() is None:
+                waiting.granted.result().release()
+        elif waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self.reconsider()
 
     def reconsider(self) -> None:
         """Grant free slots to waiting requests; if none waits, tell `on_idle` of slots that came free."""
@@ -246,51 +233,17 @@ class SlotQueue:
                 continue
             taker = self._try_to_grant(waiting)
             if taker is None:
-                if waiting.n_passes == 0 or not self.table.free():
+                if waiting.n_overtakes_left == 0 or not self.table.free():
                     return
                 declined.append(waiting)
                 continue
             for overtaken in islice(self._waiting, self._waiting.index(taker)):
-                overtaken.n_passes -= 1
+                overtaken.n_overtakes_left -= 1
             self._waiting.remove(taker)
             if taker is not waiting:
                 return self._grant()
-            if any(overtaken.n_passes == 0 for overtaken in declined):
+            if any(overtaken.n_overtakes_left == 0 for overtaken in declined):
                 return
-
-    def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
-        """Free slots of *lease*; if another lease is a placement, the slots join it instead."""
-        if self._placement is lease and not lease.reserved:
-            self._placement = None
-        for slot_id in slot_ids:
-            self.table.release(slot_id, time.monotonic())
-            if self._placement not in (None, lease):
-                self.table.lease(slot_id, time.monotonic())
-                self._placement.join(slot_id)
-        self._has_come_free |= bool(slot_ids)
-        self.reconsider()
-
-    def let_go(self) -> None:
-        """Send the first waiting request, if there is one, to another llama-server with a free slot."""
-        while self._waiting:
-            if not (granted := self._waiting.popleft().granted).done():
-                return granted.set_exception(FreeElsewhere())
-
-    def close(self) -> None:
-        """Refuse all waiting requests; leases that are still held do no harm."""
-        self.is_closed = True
-        while self._waiting:
-            if not (granted := self._waiting.popleft().granted).done():
-                granted.set_exception(replaced())
-
-    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
-        for slot_id in choice.slot_ids:
-            self.table.lease(slot_id, time.monotonic())
-            self.table[slot_id].destined = choice.destined
-        lease = Lease(self, choice)
-        if is_placement:
-            self._placement = lease
-        return lease
 
     def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
         """Grant the slots that *waiting* chooses; return who got them, None if it chooses none.
@@ -301,7 +254,7 @@ class SlotQueue:
             choice = waiting.choose()
             if choice is None:
                 return None
-            if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
+            if not choice.is_warm and waiting.n_overtakes_left > 0 and not waiting.is_placement:
                 if fitting := self._fitting(waiting, choice):
                     waiting, choice = fitting
             lease = self._reserve(choice, is_placement=waiting.is_placement)
@@ -310,14 +263,12 @@ class SlotQueue:
             waiting.granted.set_exception(error)
         return waiting
 
-    def _fitting(
-        self, passed: _Waiting, wanted: Choice[Any]
-    ) -> tuple[_Waiting, Choice[Any]] | None:
-        """Return a request behind *passed* that would go on with the content of the *wanted* slots.
+    def _fitting(self, first: _Waiting, wanted: Choice[Any]) -> tuple[_Waiting, Choice[Any]] | None:
+        """Return a request behind *first* that would go on with the content of the *wanted* slots.
 
-        No request passes a placement, or one that has been passed often enough.
+        No request overtakes a placement, or one that was overtaken often enough.
         """
-        behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
+        behind = list(self._waiting)[self._waiting.index(first) + 1 :][:MAX_LOOKED_AT]
         for waiting in behind:
             if waiting.granted.done():
                 continue
@@ -327,15 +278,63 @@ class SlotQueue:
                 choice = waiting.choose()
                 if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
                     return waiting, choice
-            if waiting.n_passes == 0:
+            if waiting.n_overtakes_left == 0:
                 return None
         return None
 
-    def _abandon(self, waiting: _Waiting) -> None:
-        # Cancelled after the grant, before our task woke up: give the lease back.
-        if waiting.granted.done() and not waiting.granted.cancelled():
-            if waiting.granted.exception() is None:
-                waiting.granted.result().release()
-        elif waiting in self._waiting:
-            self._waiting.remove(waiting)
-            self.reconsider()
+    async def hold(self) -> Turn:
+        """Grant no lease until the turn ends: llama-server is choosing a slot by the contents."""
+        return await self._choosing.take()
+
+    async def until_unheld(self) -> None:
+        """Wait until llama-server is not choosing a slot by the contents, so that they may change."""
+        (await self.hold()).end()
+
+    @contextmanager
+    def announced(self, state: ExpectedState | None) -> Iterator[None]:
+        """Let others wait for a state while the block runs; after it the state is there, or never comes."""
+        expected = [state] if state else []
+        self.expected += expected
+        try:
+            yield
+        finally:
+            for each in expected:
+                self.expected.remove(each)
+                self.reconsider()
+
+    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
+        """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
+        self._placement = None
+        for slot_id in used:
+            self.table[slot_id].note_running()
+        lease.give_back(set(lease.held) - set(used))
+
+    def note_running(self, slot_id: SlotId) -> None:
+        """Note that llama-server now runs the request of a slot's lease."""
+        self.table[slot_id].note_running()
+        self.reconsider()
+
+    def take_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
+        """Free slots that a lease gives back; if another lease is a placement, they join it instead."""
+        if self._placement is lease and not lease.reserved:
+            self._placement = None
+        for slot_id in slot_ids:
+            self.table.release(slot_id, time.monotonic())
+            if self._placement not in (None, lease):
+                self.table.lease(slot_id, time.monotonic())
+                self._placement.join(slot_id)
+        self._has_come_free |= bool(slot_ids)
+        self.reconsider()
+
+    def send_elsewhere(self) -> None:
+        """Send the first waiting request to another llama-server, which has a free slot."""
+        while self._waiting:
+            if not (granted := self._waiting.popleft().granted).done():
+                return granted.set_exception(FreeElsewhere())
+
+    def close(self) -> None:
+        """Refuse all waiting requests; leases that are still held do no harm."""
+        self.is_closed = True
+        while self._waiting:
+            if not (granted := self._waiting.popleft().granted).done():
+                granted.set_exception(replaced())

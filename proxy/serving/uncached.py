@@ -76,7 +76,7 @@ class UncachedRequest:
         leasing = self._process.queue.lease(
             self._choose,
             since=self._request.arrived_at,
-            may_be_passed=self._n_slots == 1,  # it waits only until the other requests run
+            may_be_overtaken=self._n_slots == 1,  # it waits only until the other requests run
             is_placement=True,
         )
         with await leasing as lease, ExitStack() as ending:
@@ -174,7 +174,7 @@ class UncachedRequest:
         with suppress(UpstreamFault):
             n_held = {state.id: state.n_held or 0 for state in await process.slot_states()}
         # A request of /v1/messages that is just starting would be thought to run in that slot.
-        (await process.queue.hold()).end()
+        await process.queue.until_unheld()
         with process.faults.suppressed("erase", UpstreamFault):
             await process.overwrite(min(slot_ids, key=lambda slot_id: n_held.get(slot_id, 0)))
 

@@ -67,11 +67,16 @@ class Queue:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(
-        self, name: str, choose: Choose, *, may_be_passed: bool = True, is_placement: bool = False
+        self,
+        name: str,
+        choose: Choose,
+        *,
+        may_be_overtaken: bool = True,
+        is_placement: bool = False,
     ) -> None:
         async def use() -> None:
             with await self._queue.lease(
-                choose, may_be_passed=may_be_passed, is_placement=is_placement
+                choose, may_be_overtaken=may_be_overtaken, is_placement=is_placement
             ):
                 self.so_far.append(name)
                 await asyncio.sleep(0)

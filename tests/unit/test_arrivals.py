@@ -72,12 +72,12 @@ async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_wi
     held = await queue.lease(lambda: Choice((ONE,), ""))
     try:
         with queue.announced(arrival()):
-            waiting = await join(queue, patient(queue, seen), may_be_passed=True)
+            waiting = await join(queue, patient(queue, seen), may_be_overtaken=True)
             assert not waiting.done()
             if fails:
                 raise KeyError
     except KeyError:
         pass
-    assert (await soon(waiting)).reason == "there"
+    assert (await soon(waiting)).plan == "there"
     assert seen[0] and not seen[-1]
     held.release()

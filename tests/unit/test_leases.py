@@ -13,7 +13,7 @@ from tests.unit.queues import ONE, TWO, any_slot, both_slots, join, n_free, queu
 async def test_lease_of_a_free_slot_is_granted_at_once() -> None:
     queue = queue_of(1)
     with await queue.lease(any_slot(queue, "why")) as lease:
-        assert (lease.held, lease.reason) == ((ONE,), "why")
+        assert (lease.held, lease.plan) == ((ONE,), "why")
         assert n_free(queue) == 0
     assert n_free(queue) == 1
 
@@ -63,7 +63,7 @@ async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None
     first.release()
     both = await soon(wants_both)
     assert both.held and not newcomer.done()
-    both.give_up([TWO])
+    both.give_back([TWO])
     assert (await soon(newcomer)).held == (TWO,)
 
 
@@ -185,7 +185,7 @@ async def test_slots_that_are_handed_on_are_given_back_by_the_last_task() -> Non
 async def test_hand_over_after_a_partial_release_passes_on_the_rest() -> None:
     queue = queue_of(2)
     lease = await queue.lease(both_slots(queue))
-    lease.give_up([ONE])
+    lease.give_back([ONE])
     task = asyncio.get_running_loop().create_task(asyncio.sleep(0))
     lease.hand_over(task)
     assert [slot.id for slot in queue.table.free()] == [ONE]
@@ -335,7 +335,7 @@ async def test_slot_that_came_free_during_a_hold_is_told_when_the_hold_ends() ->
     assert idle == []
     hold.end()
     assert idle == [queue]
-    (await queue.hold()).end()
+    await queue.until_unheld()
     assert idle == [queue]  # no other slot has come free
 
 

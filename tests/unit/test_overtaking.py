@@ -43,7 +43,7 @@ async def test_nobody_is_passed_more_often_than_the_limit() -> None:
 async def test_who_declines_a_slot_is_passed_no_more_often_by_those_whom_it_fits() -> None:
     queue = queue_of(2, max_waiting=100)
     busy, held = await queue.lease(fitting(queue, TWO)), await queue.lease(fitting(queue, ONE))
-    picky = await join(queue, fitting(queue, TWO), may_be_passed=True)
+    picky = await join(queue, fitting(queue, TWO), may_be_overtaken=True)
     waiting = Queue(queue)
     await waiting.join("cold", any_slot(queue))
     for _ in range(3 * MAX_OVERTAKES):
@@ -60,8 +60,8 @@ async def test_who_declines_a_slot_is_passed_no_more_often_by_those_whom_it_fits
 async def test_slot_that_does_not_fit_is_left_to_who_came_first() -> None:
     queue = queue_of(2)
     first, second = await queue.lease(fitting(queue, ONE)), await queue.lease(fitting(queue, TWO))
-    cold = await join(queue, any_slot(queue), may_be_passed=True)
-    fits_two = await join(queue, fitting(queue, TWO), may_be_passed=True)
+    cold = await join(queue, any_slot(queue), may_be_overtaken=True)
+    fits_two = await join(queue, fitting(queue, TWO), may_be_overtaken=True)
     first.release()
     assert (await soon(cold)).held == (ONE,)
     assert not fits_two.done()
@@ -84,7 +84,7 @@ async def test_who_must_not_be_passed_is_not() -> None:
     queue = queue_of(1)
     waiting = Queue(queue)
     with await queue.lease(any_slot(queue)):
-        await waiting.join("strict", any_slot(queue), may_be_passed=False)
+        await waiting.join("strict", any_slot(queue), may_be_overtaken=False)
         await waiting.join("warm", fitting(queue))
     assert await waiting.order() == ["strict", "warm"]
 
@@ -94,7 +94,7 @@ async def test_who_must_not_be_passed_keeps_its_place_behind_another() -> None:
     waiting = Queue(queue)
     with await queue.lease(any_slot(queue)):
         await waiting.join("cold", any_slot(queue))
-        await waiting.join("strict", any_slot(queue), may_be_passed=False)
+        await waiting.join("strict", any_slot(queue), may_be_overtaken=False)
         await waiting.join("warm", fitting(queue))
     assert await waiting.order() == ["cold", "strict", "warm"]
 
@@ -117,9 +117,9 @@ async def test_exception_of_one_who_is_asked_early_reaches_it_at_its_own_turn() 
 
     queue = queue_of(1)
     held = await queue.lease(any_slot(queue))
-    cold = await join(queue, any_slot(queue), may_be_passed=True)
-    unlucky = await join(queue, broken, may_be_passed=True)
-    warm = await join(queue, fitting(queue), may_be_passed=True)
+    cold = await join(queue, any_slot(queue), may_be_overtaken=True)
+    unlucky = await join(queue, broken, may_be_overtaken=True)
+    warm = await join(queue, fitting(queue), may_be_overtaken=True)
     held.release()
     (await soon(warm)).release()
     (await soon(cold)).release()
@@ -131,7 +131,7 @@ async def test_exception_of_one_who_is_asked_early_reaches_it_at_its_own_turn() 
 async def test_reconsider_asks_those_again_who_declined() -> None:
     queue = queue_of(1)
     choices: list[Choice[str] | None] = [None, None, Choice((ONE,), "now")]
-    waiting = await join(queue, lambda: choices.pop(0), may_be_passed=True)
+    waiting = await join(queue, lambda: choices.pop(0), may_be_overtaken=True)
     assert not waiting.done()
     queue.reconsider()
-    assert (await soon(waiting)).reason == "now"
+    assert (await soon(waiting)).plan == "now"
