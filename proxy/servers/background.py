@@ -297,7 +297,7 @@ class Ahead:
         chat, answer = request.chat, request.answer
         if not (account and prompt and chat and answer):
             return
-        tokens = await process.reader.read_next(chat, answer.said(), request.headers)
+        tokens = await process.reader.read_next(chat, answer.said(), request.keys)
         cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
         slot_id = account.plan.slot_id
@@ -328,7 +328,7 @@ class Ahead:
             began, n_evaluated = time.monotonic(), 0
             while begin < len(tokens) and self._task is asyncio.current_task():
                 begin = min(len(tokens), begin + n_piece)
-                stop = process.stop(slot.id, next_prompt, begin, request.headers)
+                stop = process.stop(slot.id, next_prompt, begin, request.keys)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
                 # To make it again costs no more than this did, and nobody waits.
                 process.slots.set_content(slot.id, not_to_save(process.slots[slot.id].content))

@@ -62,7 +62,7 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
-            lending = self.lent(request.model, request.arrived_at, request.headers)
+            lending = self.lent(request.model, request.arrived_at, request.keys)
             async with lending if lent is None else nullcontext(lent) as servers:
                 with suppress(OutOfCells):  # once: then the client gets llama-server's error
                     if not servers:

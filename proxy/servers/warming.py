@@ -99,7 +99,7 @@ class Warming:
         """
         async with (
             self._busy,
-            self._pool.lent(request.model, time.monotonic(), request.headers) as servers,
+            self._pool.lent(request.model, time.monotonic(), request.keys) as servers,
         ):
             began = time.monotonic()
             if not servers:
@@ -183,7 +183,7 @@ def own_request(
 ) -> Request:
     """Return a request that no client has made; it is for the *tenant* with these *keys*."""
     relay = partial(_send_for_nobody, path, keys)
-    own = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant, model=model)
+    own = Request(path=path, route=route, keys=keys, relay=relay, tenant=tenant, model=model)
     own.client = OWN_CLIENT
     return own
 

@@ -182,7 +182,7 @@ class Cache:
         process.journal.note_chat(request)
         try:
             prompt = await process.reader.read(
-                request.route, request.chat, request.headers, request.namespace, process.rule
+                request.route, request.chat, request.keys, request.namespace, process.rule
             )
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):

@@ -278,8 +278,8 @@ class CachedRequest:
                 await process.finish(self._lease, save)
 
     async def _evaluate_to(self, n_tokens: int) -> None:
-        prompt, headers = self._prompt_as_planned, self._request.headers
-        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, headers)
+        prompt, keys = self._prompt_as_planned, self._request.keys
+        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, keys)
         self._account.add(await stopped)
 
     # The request is sent, and may fail.
@@ -458,7 +458,7 @@ class CachedRequest:
     async def _enable_if_misread(self) -> None:
         """Serve requests of this shape from the cache again if the proxy itself misread the prompt."""
         with suppress(errors.UpstreamFault):
-            if await self._process.reader.was_wrong(self._prompt, self._request.headers):
+            if await self._process.reader.was_wrong(self._prompt, self._request.keys):
                 self._process.enable_shape(self._prompt.shape)
 
     def _confirm(self) -> None:

@@ -44,68 +44,57 @@ def not_looked_up() -> Cause:
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """A client's request on a generation route, from its arrival until its answer is whole.
-
-    `withdraw` ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway.
-    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty without
-    both. `model`, `session` and `client` are the client's names for the model, for its session and for
-    itself; each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache,
-    `wishes` are those of no_store and no_read that it has. A request that `warms` wants its prompt
-    evaluated and saved, and an empty answer: whole, or as a stream. `answering` is set once a token of the
-    answer, or all of it, has come. `arrived_at` is of the monotonic clock, `at` in seconds since 1970.
-    `raw` is the body to send, `body` the same decoded, None if it is no JSON object.
-
-    The fields from `server` on are set anew for each llama-server that tries to serve the request. `server`
-    is its name, empty if there is only one, and `namespace` that of the tenant there; `rewrites` are the
-    stabilizers that changed the body; `chat` is the body in the chat form, `shape` its kind of form,
-    `conversation` its messages as digests, and `kind` says how it relates to earlier requests. Without a
-    `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
-    holds, `extends` is that content, and `prompt` has its tokens until the real prompt has been read. A
-    request that `is_brief` is too short to be looked up. The request joined its first queue at `queued_at`
-    of the monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
-    `foresee` returns the cause that will be reported if all goes as planned. If it `keeps_text`, the text
-    of its answer is kept, even of a stream. `shared` says what the shared store gave, empty if nothing was
-    asked of it; that took `fetch_seconds`.
-    """
+    """A client's request on a generation route, from its arrival until its answer is whole."""
 
     path: str
     route: Route
-    headers: Mapping[str, str]
+    keys: Mapping[str, str]  # the headers that carry the client's API key
     relay: Relay
-    withdraw: OnStart = do_nothing
-    tenant: bytes = b""
+    withdraw: Callable[[], None] = do_nothing
+    """Ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway."""
+    tenant: bytes = b""  # names the API key and the salt; empty without both
     salt: str = ""
+    # The client's names for its session, itself and the model; each is empty if the client does not say.
     session: str = ""
     client: str = ""
     model: str = ""
-    asked_cache: str = ""
-    wishes: frozenset[str] = frozenset()
+    asked_cache: str = ""  # the client's header X-Prefix-Cache
+    wishes: frozenset[str] = frozenset()  # those of NO_STORE and NO_READ that the client has
     warms: Literal["", "whole", "stream"] = ""
+    """If the client only wants the prompt evaluated and saved: the form of the empty answer."""
     answering: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a token of the answer, or all of it, has come."""
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
-    at: float = field(default_factory=time.time)
-    raw: bytes = b""
-    body: GenerationBody | None = None
-    queued_at: float = 0.0
-    server: str = ""
-    namespace: Namespace = _NOBODYS
-    rewrites: tuple[str, ...] = ()
-    chat: GenerationBody | None = None
-    shape: str = ""
-    kind: Kind = Kind.NONE
-    conversation: Conversation | None = None
+    at: float = field(default_factory=time.time)  # the same moment, in seconds since 1970
+    queued_at: float = (
+        0.0  # when it joined its first queue (monotonic); 0 if it has joined none yet
+    )
+    raw: bytes = b""  # the body to send
+    body: GenerationBody | None = None  # the same decoded, None if it is no JSON object
+
+    # From here on, each llama-server that tries to serve the request has its own values.
+    server: str = ""  # its name, empty if there is only one
+    namespace: Namespace = _NOBODYS  # that of the tenant there
+    rewrites: tuple[str, ...] = ()  # the stabilizers that changed the body
+    chat: GenerationBody | None = None  # the body in the chat form
+    shape: str = ""  # which kind of form that is
+    kind: Kind = Kind.NONE  # how it relates to earlier requests
+    conversation: Conversation | None = None  # its messages as digests
     extends: Known | None = None
-    is_brief: bool = False
+    """The content of a slot that the request plainly goes on with; `prompt` has the tokens of this content
+    until the real prompt has been read."""
+    is_brief: bool = False  # too short to be looked up
     prompt: Prompt | None = None
-    why: str | None = None
+    why: str | None = None  # without a prompt: why the request is not cached
     account: Account | None = None
     answer: Answer | None = None
-    answered_at: float = 0.0
+    answered_at: float = 0.0  # when its answer was whole (monotonic)
     foresee: Callable[[], Cause] = not_looked_up
-    keeps_text: bool = False
-    shared: str = ""
-    fetch_seconds: float = 0.0
+    """Returns the cause that will be reported if all goes as planned."""
+    keeps_text: bool = False  # whether the text of its answer is kept, even of a stream
+    shared: str = ""  # what the shared store gave; empty if nothing was asked of it
+    fetch_seconds: float = 0.0  # how long that took
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":

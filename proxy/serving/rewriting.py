@@ -206,6 +206,6 @@ class Overflow:
         text = drops.rendered_text(message)
         key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
         if key not in self._counts:
-            tokens = await upstream.tokenize(text, request.headers, add_special=False)
+            tokens = await upstream.tokenize(text, request.keys, add_special=False)
             self._counts[key] = len(tokens)
         return self._counts[key]

@@ -46,11 +46,11 @@ async def admit(process: Process, request: Request) -> None:
         taken, digest = process.taken_keys, _key_digest(request)
         if digest not in taken:
             try:
-                taken[digest] = await process.upstream.takes_key(request.headers)
+                taken[digest] = await process.upstream.takes_key(request.keys)
             except UpstreamFault:
                 return  # the next call finds out what is wrong with llama-server
         if not taken.get(digest, True):
-            given = "this API key is refused" if request.headers else "an API key is needed"
+            given = "this API key is refused" if request.keys else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
     await note_tenant(process, request)
 
@@ -73,9 +73,9 @@ async def note_tenant(process: Process, request: Request) -> None:
             # On the writer's thread: another llama-server may note one at the same time.
             await process.store.write(partial(introduce_tenants, *named))
         if process.tier and tenant and tenant not in process.tier.remote.tenants:
-            if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
+            if tenant_of(request.keys, process.secret, request.salt) == request.tenant:
                 # What the tenant is called on all machines with the same key file.
-                name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
+                name = tenant_of(request.keys, process.tier.remote.secret, request.salt)
                 await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
 
 
@@ -88,4 +88,4 @@ def warn_of_several(process: Process) -> None:
 
 def _key_digest(request: Request) -> bytes:
     """Return a digest of the API key headers of a request."""
-    return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())
+    return xxhash.xxh3_128_digest(repr(sorted(request.keys.items())).encode())

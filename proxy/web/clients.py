@@ -46,17 +46,17 @@ class Front:
     secret: bytes
     deadline: Deadline
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, incoming: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
-        may_load = request.query.get("autoload") not in ("false", "0")
+        may_load = incoming.query.get("autoload") not in ("false", "0")
         # A host of models reads only the body of a POST, not its query.
-        named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        model, path = self.pool.split_path(request.path, named)
-        exchange = Exchange(request, path, self.unread, self.report)
+        named = incoming.query.get("model", "") if may_load and incoming.method == "GET" else ""
+        model, path = self.pool.split_path(incoming.path, named)
+        exchange = Exchange(incoming, path, self.unread, self.report)
         try:
-            if not request.raw_path.startswith("/"):
+            if not incoming.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
-            if not HttpVersion10 <= request.version <= HttpVersion11:
+            if not HttpVersion10 <= incoming.version <= HttpVersion11:
                 raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
             if exchange.route is None:
                 await self._pass_on(exchange, model, may_load=may_load)
@@ -81,20 +81,20 @@ class Front:
 
     async def _pass_on(self, exchange: Exchange, model: str, *, may_load: bool) -> None:
         """Pass on a request that is no generation to the first llama-server that can be reached."""
-        request, path = exchange.client, exchange.path
-        if requests.changes_server_state(request.method, path):
+        incoming, path = exchange.incoming, exchange.path
+        if requests.changes_server_state(incoming.method, path):
             message = f"POST {path} would change llama-server's state behind the cache's back"
             raise ProxyError(message, 403)
-        headers = end_to_end(request.headers)
-        content: Body = request.content if request.body_exists else None
-        counts = self.aliases and requests.counts_tokens(request.method, path)
-        if counts or (request.method == "POST" and self.pool.has_models):
-            content = await self._read_body(request)
+        headers = end_to_end(incoming.headers)
+        content: Body = incoming.content if incoming.body_exists else None
+        counts = self.aliases and requests.counts_tokens(incoming.method, path)
+        if counts or (incoming.method == "POST" and self.pool.has_models):
+            content = await self._read_body(incoming)
             headers.popall("Content-Length", None)
             if may_load and not model:
                 model = requests.model_named(content, requests.parse_body(content))
-        keys = keys_of(request.headers)
-        async with self.pool.passing(request.method, path, model, keys) as upstreams:
+        keys = keys_of(incoming.headers)
+        async with self.pool.passing(incoming.method, path, model, keys) as upstreams:
             for upstream in upstreams:
                 try:
                     await exchange.send(upstream, content, headers=headers)
@@ -105,12 +105,12 @@ class Front:
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
         """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
-        headers = exchange.client.headers
+        headers = exchange.incoming.headers
         keys, session = keys_of(headers), " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
         request = exchange.request = Request(
             path=exchange.path,
             route=route,
-            headers=keys,
+            keys=keys,
             relay=exchange.send,
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys, self.secret),
@@ -122,7 +122,7 @@ class Front:
         )
         try:
             async with self.deadline.ends_block():
-                body = await self._read_body(exchange.client)
+                body = await self._read_body(exchange.incoming)
                 with self.report.in_flight(request, self.max_requests):
                     if request.receive(body, self.secret).wants_stream:
                         exchange.writer.keep()
@@ -135,11 +135,11 @@ class Front:
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.request, request.foresee = None, not_looked_up
 
-    async def _read_body(self, request: web.Request) -> bytes:
-        """Return the body with llama-server's name of the model; raises ProxyError over the limits."""
+    async def _read_body(self, incoming: web.Request) -> bytes:
+        """Return the body, in which an alias became the model's name; raises ProxyError over the limits."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await request.read()
+                body = await incoming.read()
                 return requests.with_alias(body, self.aliases) if self.aliases else body
         except TimeoutError as error:
             message = f"the request body did not come within {BODY_SECONDS:.0f} s"

@@ -28,27 +28,27 @@ _REBUILT = frozenset(("content-length", "accept-encoding"))
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
-    `path` is the client's, as a llama-server would see it; `request` is the generation that is served.
-    `is_answered` says that llama-server's answer, or its error, has come to its end. `_answer` is the
-    answer that is relayed now, `_reader` reads it. `_is_in_event` says that the client's last bytes may be
-    half an event.
+    `incoming` is the client's HTTP request, `path` its path as a llama-server would see it, and `request`
+    the generation that is served. `_answer` is the answer that is relayed now, `_reader` reads it. Once
+    `_has_begun`, the client may have some of it, and half an event if `_is_in_event`. `is_answered` says
+    that llama-server's answer, or its error, has come to its end.
     """
 
     _answer: Reply | aiohttp.ClientResponse
     _heard: Heard
     _reader: AnswerReader
 
-    def __init__(self, client: web.Request, path: str, unread: Unread, report: Report) -> None:
-        self.client = client
+    def __init__(self, incoming: web.Request, path: str, unread: Unread, report: Report) -> None:
+        self.incoming = incoming
         self.path = path
-        self.route = generation_route(client.method, path)
+        self.route = generation_route(incoming.method, path)
         self.request: Request | None = None
-        self.writer = ClientWriter(client, unread)
+        self.writer = ClientWriter(incoming, unread)
         self._report = report
         self._told = Told()
         self.is_answered = False
         self._has_begun = False
-        self._has_failed = False
+        self._has_run_out_of_cells = False
         self._is_in_event = False
         self._first_token_at: float | None = None
 
@@ -71,11 +71,11 @@ class Exchange:
         unless given. Raises ServerAway if there is no answer. An answer that breaks off ends in an error
         event.
         """
-        client = self.client
+        incoming = self.incoming
         try:
             async with upstream.waiting():
-                headers = headers or end_to_end(client.headers, without=_REBUILT)
-                answer = await upstream.forward(client.method, client.raw_path, headers, body)
+                headers = headers or end_to_end(incoming.headers, without=_REBUILT)
+                answer = await upstream.forward(incoming.method, incoming.raw_path, headers, body)
             async with answer:
                 if _is_of_type(answer, _EVENTS):
                     on_start()
@@ -151,7 +151,8 @@ class Exchange:
                 self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
             # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
             # llama-swap if it broke off.
-            is_stopped = "X-Conversation-Id" in self.client.headers and target.host != "llama-swap"
+            may_be_stopped = "X-Conversation-Id" in self.incoming.headers
+            is_stopped = may_be_stopped and target.host != "llama-swap"
             is_whole = self.route is None or not _is_of_type(answer, _EVENTS) or reader.is_complete
             if not (is_whole or is_stopped):
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
@@ -245,12 +246,13 @@ class Exchange:
 
     def _look_for_cells(self, body: bytes) -> None:
         """Raise OutOfCells the first time that llama-server fails before a token: it can be asked again."""
-        if _NO_CELLS in body and self.route and not self._has_failed:
-            self._has_failed = True
+        if _NO_CELLS in body and self.route and not self._has_run_out_of_cells:
+            self._has_run_out_of_cells = True
             raise OutOfCells("llama-server: Context size has been exceeded")
 
     async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
-        client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
+        incoming, answer = self.incoming, self._answer
+        headers = end_to_end(answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
         if answer.status == 200 and self.request and self.request.warms == "stream":
@@ -263,9 +265,9 @@ class Exchange:
         kind = web.StreamResponse if body is None else partial(web.Response, body=body)
         response = kind(status=answer.status, reason=answer.reason, headers=headers)
         if "Content-Length" not in headers and answer.status not in (204, 304):
-            if client.version >= aiohttp.HttpVersion11 and client.method != "HEAD":
+            if incoming.version >= aiohttp.HttpVersion11 and incoming.method != "HEAD":
                 response.enable_chunked_encoding()
-        await response.prepare(client)
+        await response.prepare(incoming)
         return response
 
     async def _break_off(self, error: Exception, *, is_over: bool) -> None:
@@ -293,8 +295,8 @@ class Exchange:
         if _is_of_type(self._answer, _EVENTS):
             self.writer.write(b"\n\n" + error_event(self.path, error))
             await self.writer.end()
-        elif self.client.transport is not None:
-            self.client.transport.close()
+        elif self.incoming.transport is not None:
+            self.incoming.transport.close()
 
 
 async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:

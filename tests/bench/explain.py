@@ -85,7 +85,7 @@ class Explainer:
         """Return the milliseconds of CPU that it took to explain, count and record a request."""
         self._n_requests += 1
         request = Request(
-            id=f"{self._n_requests:08x}", path="/v1", route=Route.CHAT, headers={}, relay=_relay
+            id=f"{self._n_requests:08x}", path="/v1", route=Route.CHAT, keys={}, relay=_relay
         )
         plan = Plan(Start(SlotId(0), n_reused, n_reused), n_shared=n_reused)
         request.answer = Answer(200, None)

@@ -25,7 +25,7 @@ async def test_the_conversation_that_was_answered_last_is_gone_on_with(monkeypat
 
     monkeypatch.setattr(Ahead, "_begin", wait)
     ahead, process = Ahead(20.0), cast(Any, SimpleNamespace(tasks=Tasks()))
-    new = partial(Request, path="", route=Route.CHAT, headers={}, relay=cast(Any, None))
+    new = partial(Request, path="", route=Route.CHAT, keys={}, relay=cast(Any, None))
     for session in "ab":
         request = new(session=session, kind=Kind.FIRST, keeps_text=True)
         request.answer = Answer(200, None)

@@ -47,7 +47,7 @@ def test_name_that_a_client_gives_a_model_is_kept_shortened() -> None:
         raise AssertionError
 
     route, path = Route.CHAT, "/v1/chat/completions"
-    request = Request(path=path, route=route, headers={}, relay=nowhere, model="m" * 1_000_000)
+    request = Request(path=path, route=route, keys={}, relay=nowhere, model="m" * 1_000_000)
     told = Report(Metrics(), Journal()).described(request)
     assert len(told["model"]) == 200
 

@@ -55,7 +55,7 @@ async def no_answer(*_: object) -> Answer:
 
 def request(route: Route = Route.MESSAGES, **fields: Any) -> Request:
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}
-    asked = Request(path="/v1/messages", route=route, headers={}, relay=no_answer)
+    asked = Request(path="/v1/messages", route=route, keys={}, relay=no_answer)
     return asked.receive(json.dumps(body, indent=1).encode(), b"")
 
 
