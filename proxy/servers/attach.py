@@ -163,8 +163,8 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
             raise
         known = known_tenants(process.store.index, process.model_namespace)
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
-        process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
-        process.rates = process.known(RATES, Rates) or Rates()
+        process.sizes.extend(process.remembered(SIZES, list[StateSize]) or [])
+        process.rates = process.remembered(RATES, Rates) or Rates()
         process.tasks.start(time_disk(process))
         for slot_id, saved in adopted.items():
             await _commit(process, slot_id, saved)
@@ -245,7 +245,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
             process.metrics.served_models.labels(name).set(1)
             static = _static(process, identity, probe)
             process.model_namespace = await _namespace(process, static, canary, name)
-            known = process.known(RULE, Rule)
+            known = process.remembered(RULE, Rule)
             await process.learn_rule(known or await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
@@ -279,7 +279,7 @@ async def _recognize(process: Process, identity: Identity, canary: list[tuple[in
             process.model_namespace = Namespace(owner.known.id)
             # Whether this build saves context checkpoints is not known: a rule is known for one case only.
             for process.saves_context_checkpoints in (True, False):
-                known = process.known(RULE, Rule)
+                known = process.remembered(RULE, Rule)
                 if known and owner.static == _static(process, identity, state):
                     process.degrade(DegradationKind.DIRECTORY_IS_READ_ONLY, directory)
                     return await process.learn_rule(known)

@@ -197,7 +197,7 @@ class CachedRequest:
         """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         await process.launches.clear_others()
-        await process.launches.make_room(slot_id, self._prompt.n_tokens)
+        await process.launches.free_cells(slot_id, self._prompt.n_tokens)
         start = self._plan.start
         if start.displacement.saves:
             is_used = start.restored is None and start.n_reused > 0

@@ -129,7 +129,7 @@ class Launches:
         for slot in self._table.free() if self._process.clears_idle_slots else ():
             await self._process.empty(slot.id)
 
-    async def make_room(self, slot_id: SlotId, n_tokens: int) -> None:
+    async def free_cells(self, slot_id: SlotId, n_tokens: int) -> None:
         """Save and empty free slots, the oldest first, until there are cells for *n_tokens* in a slot.
 
         llama-server itself would empty an idle slot without saving it (server-context.cpp).

@@ -81,65 +81,67 @@ ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this s
 
 @dataclass(eq=False, kw_only=True)
 class Process(Services):
-    """One llama-server process, and everything that lives as long as that process does.
+    """One llama-server process, and everything that lives as long as that process does."""
 
-    `id` identifies the process in /props. `model_namespace` is None where nothing may be saved or
-    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were refused
-    or reused less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy
-    predicted wrongly. A slot keeps its newest `n_kept_points` context checkpoints, by llama-server's
-    flags or the last saves; of a file it loads the newest `n_loaded_points`, by its flags or restores
-    that were not reused; at most `n_written_points` were in a file that it has written. `asks_for_key`
-    says that llama-server refuses requests without an API key; `taken_keys` tells, by digest, which
-    keys it takes; `takes_media`, whether it takes images or sounds. `is_one_tenant` says that all keys
-    share states, `has_ram_cache` that llama-server may keep prompts outside its slots. `tenants` are
-    those that have asked, and b"" if keys do not matter. `unsupported_paths` are routes that llama-
-    server has answered with 501. `clears_idle_slots` says whether a slot that starts empties idle
-    slots; None if the attach could not tell. `saves_context_checkpoints` is what the probe save showed:
-    it depends on flags that llama-server does not tell. `sizes` are those of the newest saves.
-    """
-
-    id: str
+    id: str  # which process it is, by /props
     build: str
-    queue: SlotQueue
-    n_ctx: int
-    n_kept_points: int
-    n_loaded_points: int
-    takes_media: bool
-    has_ram_cache: bool
-    obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
+    obstacle: CannotCache | None = None
+    """Why there is no `model_namespace`: nothing may be saved or restored then."""
+
+    # What llama-server and its flags tell.
+    n_ctx: int
+    takes_media: bool  # whether it takes images or sounds
+    has_ram_cache: bool  # whether it may keep prompts outside its slots
+    shares_cells: bool = False  # whether all slots share the cells of one context (--kv-unified)
     saves_context_checkpoints: bool = False
-    shares_cells: bool = False
-    """Whether all slots share the cells of one context (--kv-unified)."""
-    has_run_out_of_cells: bool = False
-    """Whether llama-server was seen to empty an idle slot, or to fail, because these cells were full."""
+    """By the probe save: it depends on flags that llama-server does not tell."""
     clears_idle_slots: bool | None = None
+    """Whether a slot that starts empties idle slots; None if the attach could not tell."""
+
+    # What is learned from saves, restores and answers.
     rule: Rule = NO_RULE
-    n_written_points: int = 0
+    n_contradictions: int = 0  # restores since that were refused, or reused less than the rule says
+    n_contradictions_allowed: int = 2
     rates: Rates = field(default_factory=Rates)
+    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=MAX_SIZES))
+    n_kept_points: int
+    """How many context checkpoints a slot keeps, the newest, by llama-server's flags or the last saves."""
+    n_loaded_points: int
+    """How many it loads of a file, the newest, by its flags or by restores that were not reused."""
+    n_written_points: int = 0  # the most that a file had
+    has_run_out_of_cells: bool = False
+    """Whether llama-server was seen to empty an idle slot, or to fail, because the cells were full."""
     has_broken_off: bool = False
     """Whether an answer broke off since the process was last known to run."""
     disabled_shapes: set[str] = field(default_factory=set)
-    asks_for_key: bool = True
-    is_one_tenant: bool = False
-    taken_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
+    """Kinds of requests whose tokens the proxy predicted wrongly."""
     unsupported_paths: set[str] = field(default_factory=set)
+    """Routes that llama-server has answered with 501."""
+
+    # Clients' API keys.
+    asks_for_key: bool = True  # whether llama-server refuses requests without a key
+    taken_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
+    """Whether llama-server takes a key, by the key's digest."""
+    is_one_tenant: bool = False  # whether all keys share states
     tenants: set[bytes] = field(default_factory=set)
-    n_contradictions: int = 0
-    n_contradictions_allowed: int = 2
-    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=MAX_SIZES))
+    """Those that have asked, and b"" if keys do not matter."""
+
+    # Requests on their way.
+    on_way: "set[Request]" = field(default_factory=set)
+    """Requests that another llama-server has read and this process will serve."""
     extending: "WeakSet[Request]" = field(default_factory=WeakSet)
     """Requests that were sent before anybody looked whether this process still runs."""
     settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
     """Conversations whose answers are whole, and the tasks that learn what their slots hold now."""
+
+    # Its parts; the attach makes those without a value here.
+    queue: SlotQueue
+    slots: SlotTable = field(init=False)
     reader: "PromptReader" = field(init=False)
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
-    slots: SlotTable = field(init=False)
-    """The content and the lease of each slot."""
-    on_way: "set[Request]" = field(default_factory=set)
-    """Requests that another llama-server has read and this process will serve."""
     is_current: Callable[[], Awaitable[bool]] = field(init=False)
     """Asks llama-server now; returns whether this process still answers."""
 
@@ -194,7 +196,7 @@ class Process(Services):
 
     # What the index remembers of a model, beyond one process.
 
-    def known(self, name: str, value_type: type[T]) -> T | None:
+    def remembered(self, name: str, value_type: type[T]) -> T | None:
         """Return the value remembered under RULE, SIZES or RATES."""
         return self.store.index.value(self._name_here(name), value_type)
 
@@ -266,7 +268,7 @@ class Process(Services):
         else:
             self.degrade(DegradationKind.RULE_IS_NOTHING)
         learned = rule if rule.can_restore else None
-        if self.known(RULE, Rule) != learned:
+        if self.remembered(RULE, Rule) != learned:
             await self.remember(RULE, learned)
 
     def learn_evaluation(self, timings: Timings) -> None:
@@ -372,6 +374,7 @@ class Process(Services):
             raise
         except UpstreamFault as fault:
             self.metrics.restores.labels("refused").inc()
+            # 200: llama-server has restored less than the file has (`_load`).
             is_contradiction = isinstance(fault, UpstreamRefused) and fault.status in (200, 400)
             if is_contradiction and not await self.has_ended():
                 self.blame(checkpoint, Cause.RESTORE_REFUSED)
@@ -393,7 +396,7 @@ class Process(Services):
                 if refusal.status == 400:
                     # A restore that fails clears the slot (server-context.cpp, SLOT_RESTORE).
                     self.slots.set_content(slot_id, Empty())
-                if refusal.status != 400 or not await self._make_room(slot_id):
+                if refusal.status != 400 or not await self._empty_another(slot_id):
                     raise
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
@@ -403,8 +406,8 @@ class Process(Services):
         if n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
-    async def _make_room(self, slot_id: SlotId) -> bool:
-        """Empty a free slot for a restore that was refused; return False if no slot is in its way.
+    async def _empty_another(self, slot_id: SlotId) -> bool:
+        """Empty a slot for a restore that was refused; return False if no other slot takes its cells.
 
         Where slots share their cells, a restore frees none. Raises NoRoom if no slot can be emptied.
         """
