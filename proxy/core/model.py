@@ -257,8 +257,8 @@ class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of the request.
 
     `text` is the text that was tokenized; empty if it was not a single text. `conversation` are the digests
-    of a Conversation that renders this prompt; empty if there is none. A prompt that `goes_on` has an image
-    or a sound behind these tokens. One that `is_wanted` is to be saved even if that does not pay.
+    of a Conversation that renders this prompt; empty if there is none. If the prompt `is_before_media`, an
+    image or a sound comes next. If it `is_wanted`, it is to be saved even if that does not pay.
     """
 
     tokens: TokenIds
@@ -268,7 +268,7 @@ class Prompt:
     text: str = ""
     conversation: bytes = b""
     title: Title = Title()
-    goes_on: bool = False
+    is_before_media: bool = False
     is_wanted: bool = False
 
     @property

@@ -169,9 +169,9 @@ class Plan:
 class Situation:
     """Everything a plan depends on besides the request itself.
 
-    `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not. `now`
-    is a time of the same clock as the slots' `used_at`, and `sizes` are the sizes of saved states. The
-    request can wait for the `expected` states.
+    `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not. The
+    `time` is by the clock of the slots' `used_at`, and `sizes` are those of saved states. The request can
+    wait for the `expected` states.
     """
 
     rule: Rule
@@ -180,7 +180,7 @@ class Situation:
     rates: Rates
     n_ctx: int
     n_shared: int = 0
-    now: float = 0.0
+    time: float = 0.0
     sizes: Sequence[saving.StateSize] = ()
     expected: tuple[ExpectedState, ...] = ()
 
@@ -302,7 +302,7 @@ def displace(
             n_kept = max(0, content.n_tokens - n_lost)
             restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
         remade_seconds = min(remade_seconds, restored_seconds)
-    likelihood = 0.5 ** (max(0.0, now.now - slot.used_at) / HALF_LIFE_SECONDS)
+    likelihood = 0.5 ** (max(0.0, now.time - slot.used_at) / HALF_LIFE_SECONDS)
     return Displacement(saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
 
 
@@ -356,7 +356,7 @@ def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
 def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: Start) -> bool:
     """Return whether to wait for an expected state: it saves more than *best* for little or no delay."""
     n_usable = expected_tokens(prompt, now.rule, state)
-    seconds = max(0.0, state.expected_at - now.now)
+    seconds = max(0.0, state.expected_at - now.time)
     seconds += now.rates.restore_seconds(state.size_bytes, is_warm=True)
     seconds += now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
     is_longer = n_usable > best.n_reused + WORTH_WAITING_TOKENS

@@ -241,7 +241,7 @@ def _note_states(
     if probed.state is not None:
         facts.layout = probed.state.version, probed.state.layout
         has_two = has_two_caches(probed.state.layout)
-        facts.may_have_window = has_two and process.room.may_have_window
+        facts.may_have_window = has_two and process.saver.may_have_window
         facts.has_drafting = bool(probed.state.draft_bytes)
     n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
     if n_bytes is not None and probed.restores:

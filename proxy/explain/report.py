@@ -479,7 +479,7 @@ def _cache_header(request: "Request") -> str:
     is_refused = account.is_degraded and account.failure is Cause.RESTORE_REFUSED
     n_planned = 0 if is_refused else account.plan.start.n_reused
     n_reused = n_planned if account.n_reused is None else account.n_reused
-    is_open = request.extends or (request.prompt and request.prompt.goes_on)
+    is_open = request.extends or (request.prompt and request.prompt.is_before_media)
     n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"
 

@@ -41,7 +41,7 @@ from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
-from proxy.serving.saver import Room, SavedSlot
+from proxy.serving.saver import SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import MAX_REQUESTS, Settings
@@ -96,7 +96,7 @@ async def attach(
     )
     shares_headers = props.total_slots > 1
     process.reader = PromptReader(process.upstream, props.n_ctx, shares_headers=shares_headers)
-    process.room = Room(process)
+    process.saver = Saver(process)
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
     try:
@@ -179,8 +179,8 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
     for slot in process.slots.free():
         async with AsyncExitStack() as file:
             try:
-                name = await file.enter_async_context(process.room.for_slot(slot.content))
-                saved = await process.room.save(slot.id, name)
+                name = await file.enter_async_context(process.saver.room_for(slot.content))
+                saved = await process.saver.save(slot.id, name)
             except NoRoom:
                 continue
             if saved.state.tokens:
@@ -214,7 +214,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
     meta, adapters = await upstream.model_meta(), await upstream.lora_adapters()
     n_vocab, path = meta.n_vocab, Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
-    process.room.may_have_window = not await asyncio.to_thread(lacks_window, path)
+    process.saver.may_have_window = not await asyncio.to_thread(lacks_window, path)
     identity = {
         "model": fingerprint or f"{path} {meta.size}",
         "n_vocab": n_vocab,
@@ -230,11 +230,11 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
     if process.store.files.is_readonly:
         await _recognize(process, identity, canary)
     else:
-        async with process.room.probe(slot_id, len(tokens)) as saved:
+        async with process.saver.probe(slot_id, len(tokens)) as saved:
             probe = saved.state
             if probe.tokens[: len(tokens)] != tokens:
                 raise CacheFault("a saved slot holds other tokens than were evaluated in it")
-            is_windowed = process.room.may_have_window and has_two_caches(probe.layout)
+            is_windowed = process.saver.may_have_window and has_two_caches(probe.layout)
             if is_windowed and not launch.has_narrow_batches:
                 get_logger("lifecycle").warning(_MAY_BE_WRONG)
             await _look_for_clearing(process, slot_id, fixed[-1:])
@@ -260,7 +260,7 @@ def _static(process: Process, identity: Identity, state: StateFile) -> str:
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
     # States from before windows were put in order can answer wrongly: they must not be found. Nor
     # must those from when the index of sparse attention was put in order, too.
-    order = "in order" if process.room.may_have_window else "as saved"
+    order = "in order" if process.saver.may_have_window else "as saved"
     ordered = (order,) if has_two_caches(state.layout) else ()
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
@@ -303,7 +303,7 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
         has_emptied = note_emptied(table, statuses)
         n_held = next((s.n_held for s in statuses if s.id == slot_id), None)
     if other_id is not None and n_held is None:
-        async with process.room.probe(slot_id, len(model.CANARY_TOKENS)) as saved:
+        async with process.saver.probe(slot_id, len(model.CANARY_TOKENS)) as saved:
             has_emptied |= not saved.state.tokens
     if other_id is not None or has_emptied:
         process.note_clearing(clears=has_emptied)
@@ -386,7 +386,7 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
     n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
     text = token_ids((i * 7919 + 1237) % n_ids for i in range(n_longest))
-    process.room.repairs_windows = True
+    process.saver.repairs_windows = True
     probes: list[RestoreProbe] = []
     for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < process.n_ctx):
         try:
@@ -401,7 +401,7 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
 async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
     trials: list[tuple[int, int, int]] = []
     process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))
-    async with process.room.probe(slot_id, n_tokens) as saved:
+    async with process.saver.probe(slot_id, n_tokens) as saved:
         for prompt in _requests(text, n_tokens, saved.state):
             n_reused = await _reused(process, slot_id, saved, prompt)
             n_common = common_prefix_length(text[:n_tokens], prompt)
@@ -437,7 +437,7 @@ async def measure_rule(process: Process, slot_id: SlotId) -> None:
         learned = await learn_rule(process, slot_id)
         rule = replace(learned, stride_tokens=process.rule.stride_tokens)
     finally:
-        process.room.repairs_windows = process.rule.needs_repair
+        process.saver.repairs_windows = process.rule.needs_repair
     await process.erase(slot_id)  # raises if the measured process is gone
     await process.learn_rule(rule)
     process.recover(DegradationKind.RESTORES_NOT_REUSED)

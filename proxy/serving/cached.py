@@ -418,7 +418,7 @@ class CachedRequest:
             process.has_run_out_of_cells |= process.is_overfull
             return unknown
         n_prompt = timings.cache_n + timings.prompt_n
-        if prompt.goes_on and n_prompt > prompt.n_tokens:
+        if prompt.is_before_media and n_prompt > prompt.n_tokens:
             account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
             if account.is_ineffective_restore:
                 self._confirm()

@@ -142,7 +142,7 @@ class SimilarRequest(CachedRequest):
         for rival in rivals(table[slot_id], table, prompt.tokens):
             content = table[rival].content
             is_ours = isinstance(content, Known) and content.namespace == prompt.namespace
-            if prompt.goes_on and is_ours:
+            if prompt.is_before_media and is_ours:
                 continue
             if table[rival].is_leased:
                 if not self._may_end_in(table[rival], is_late=is_late):
@@ -200,7 +200,7 @@ class SimilarRequest(CachedRequest):
         """Move the lease to the slot that was chosen instead; the prepared slot is free again."""
         process, prompt = self._process, self._prompt
         is_rival = chosen.id in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens)
-        if not is_rival and not prompt.goes_on:
+        if not is_rival and not prompt.is_before_media:
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
         n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
         n_reused, n_at_most = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)

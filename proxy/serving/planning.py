@@ -111,7 +111,7 @@ def plan_behind_media(process: Process, request: Request) -> Plan | None:
     Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
     """
     prompt = request.prompt
-    if prompt is None or not prompt.goes_on or NO_READ in request.wishes:
+    if prompt is None or not prompt.is_before_media or NO_READ in request.wishes:
         return None
     same = [
         slot
@@ -132,7 +132,7 @@ def as_wished(process: Process, request: Request, prompt: Prompt, plan: Plan) ->
     The text before an image is saved alone: a state with images in it is not.
     """
     n_tokens = prompt.n_tokens
-    if prompt.goes_on:
+    if prompt.is_before_media:
         start = replace(plan.start, n_at_most=sys.maxsize)
         is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
         stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from proxy.serving.launches import Launches
     from proxy.serving.prompts import PromptReader
     from proxy.serving.request import Request
-    from proxy.serving.saver import Room
+    from proxy.serving.saver import Saver
     from proxy.serving.saves import SlotSaves
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Process(Services):
     queue: SlotQueue
     slots: SlotTable = field(init=False)
     reader: "PromptReader" = field(init=False)
-    room: "Room" = field(init=False)
+    saver: "Saver" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
     is_current: Callable[[], Awaitable[bool]] = field(init=False)
@@ -262,7 +262,7 @@ class Process(Services):
         "Nothing can be restored" is not remembered, because a disturbance may have caused it.
         """
         self.rule = rule
-        self.room.repairs_windows = rule.needs_repair
+        self.saver.repairs_windows = rule.needs_repair
         if rule.can_restore:
             self.recover(DegradationKind.RULE_IS_NOTHING)
         else:

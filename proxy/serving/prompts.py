@@ -97,13 +97,13 @@ class PromptReader:
             cuts = Cuts(message_end=len(tokens) - 1) if rule.is_end_only else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text, cuts = await self._upstream.apply_template(body.raw, headers), NO_CUTS
-        if goes_on := has_media(body):
+        if is_before_media := has_media(body):
             # What comes first of an image is that marker; how many tokens it takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
-        if goes_on:
+        if is_before_media:
             cuts = Cuts(await self._header(rendering))
         elif rule.is_any_prefix and self._shares_headers:
             # Other sessions share header and surroundings; no other boundary needs a cut.
@@ -114,7 +114,7 @@ class PromptReader:
             cuts = Cuts(header, surroundings=surroundings)
         elif rule.can_restore and not rule.is_any_prefix:
             cuts = await self._find_cuts(rendering, rule)
-        return Prompt(tokens, namespace, cuts, text=text, goes_on=goes_on)
+        return Prompt(tokens, namespace, cuts, text=text, is_before_media=is_before_media)
 
     async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
         """Return what the prompt behind an answer that *said* so begins with; raises UpstreamFault.
@@ -361,9 +361,9 @@ class KnownTexts:
         tokens = await self._splice(text, headers)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
-        goes_on = [k for k in self._texts if text.startswith(k[0][:-_SEARCHED_CHARACTERS])]
-        if goes_on:
-            self._texts.remove(goes_on[0])
+        earlier = [k for k in self._texts if text.startswith(k[0][:-_SEARCHED_CHARACTERS])]
+        if earlier:  # of the same conversation
+            self._texts.remove(earlier[0])
         self._texts.append((text, tokens))
         if self._is_mark_sought:
             self._is_mark_sought = False

@@ -79,7 +79,7 @@ _MOST_SHARE = 2
 """An extrapolated size reserves no more than this part of the budget. The file then tells the real size."""
 
 
-class Room:
+class Saver:
     """Has llama-server save slots, each after room for its file was made in the store."""
 
     def __init__(self, process: Process) -> None:
@@ -89,7 +89,7 @@ class Room:
         self.may_have_window = True
         """Whether the model may have a sliding window; the model file tells, if it can be read."""
 
-    def for_slot(self, content: Content) -> AbstractAsyncContextManager[str]:
+    def room_for(self, content: Content) -> AbstractAsyncContextManager[str]:
         """Yield the name under which a slot that holds *content* is to be saved.
 
         On leaving, the file is deleted unless it was committed. Raises NoRoom before anything is saved.

@@ -67,23 +67,23 @@ class SlotSaves:
         wait for that.
         """
         async with self.turns[slot_id]:
-            process, room = self._process, self._process.room
+            process, saver = self._process, self._process.saver
             held = before = self._table[slot_id].content
             if process.queue.is_closed or not is_write_back_due(process.rule, before):
                 return None
             try:
                 announced = process.queue.announced(displaced_state(process, slot_id))
                 with announced, process.watching(DegradationKind.SAVES_FAIL, Exception):
-                    async with room.for_slot(before) as name:
+                    async with saver.room_for(before) as name:
                         process.require_alive()
                         before = held = await self._cut_back(slot_id)
-                        written = await room.write(slot_id, name)
+                        written = await saver.write(slot_id, name)
                         process.require_alive()
                         held = self._count_as_saved(slot_id)
                         if not is_used:
                             _end(free)
-                        saved = await room.check(name, *written)
-                        if why := room.contradiction(before, saved.state, is_just_predicted):
+                        saved = await saver.check(name, *written)
+                        if why := saver.contradiction(before, saved.state, is_just_predicted):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
@@ -174,7 +174,7 @@ class SlotSaves:
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
-            saved, is_whole = await process.room.thin(saved, content, kind, relatives, ancestors)
+            saved, is_whole = await process.saver.thin(saved, content, kind, relatives, ancestors)
         new = saved.checkpoint(namespace, kind, content)
         family = family_of(new, state.tokens, relatives)
         title = title_of(new.title, family, relatives)

@@ -214,7 +214,7 @@ def _fail(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
-@pytest.mark.parametrize(("owner", "step"), [(StateFiles, "seal"), (saver.Room, "thin")])
+@pytest.mark.parametrize(("owner", "step"), [(StateFiles, "seal"), (saver.Saver, "thin")])
 async def test_disk_that_is_full_at_the_commit_costs_the_next_request_nothing(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, owner: type[Any], step: str
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from proxy import app
 from proxy.core.model import SlotId
 from proxy.core.slots import Known
-from proxy.serving.saver import Room
+from proxy.serving.saver import Saver
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -197,15 +197,15 @@ async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
 ) -> None:
     async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
         await rig.chat("a")
-        process, gate, write = await rig.attached(), Gate(), Room.write
+        process, gate, write = await rig.attached(), Gate(), Saver.write
 
-        async def written(room: Room, slot_id: SlotId, name: str) -> Any:
-            saved = await write(room, slot_id, name)
+        async def written(saver: Saver, slot_id: SlotId, name: str) -> Any:
+            saved = await write(saver, slot_id, name)
             rig.server.slots[slot_id].clear()  # another start, which has looked before the save
             await gate.arrive()
             return saved
 
-        monkeypatch.setattr(Room, "write", written)
+        monkeypatch.setattr(Saver, "write", written)
         (slot_id,) = (s.id for s in process.slots if isinstance(s.content, Known))
         lease = process.queue.try_lease(slot_id)
         assert lease is not None

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.slots import TAINTED, Empty
 from proxy.llama.client import Saved
-from proxy.serving.saver import Room, SavedSlot
+from proxy.serving.saver import SavedSlot, Saver
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
@@ -220,11 +220,11 @@ async def test_request_sent_again_after_its_answer_was_left_waits_until_its_slot
     start_rig: StartRig, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama-server has written the slot's file, and its slot is free; the proxy has not read it yet."""
-    may_check, check = asyncio.Event(), Room.check
+    may_check, check = asyncio.Event(), Saver.check
 
-    async def held(room: Room, name: str, reply: Saved, seconds: float) -> SavedSlot:
+    async def held(saver: Saver, name: str, reply: Saved, seconds: float) -> SavedSlot:
         await may_check.wait()
-        return await check(room, name, reply, seconds)
+        return await check(saver, name, reply, seconds)
 
     messages = [system(1), user(1, 1000)]
     async with start_rig(kind, n_slots=2) as rig:
@@ -233,7 +233,7 @@ async def test_request_sent_again_after_its_answer_was_left_waits_until_its_slot
         body = CHAT.ask(messages, TOOLS, stream=True, **CHAT.limit(20_000))
         async with rig.client.post(rig.base_url + CHAT.path, json=body) as reply:
             await reply.content.readany()
-            monkeypatch.setattr(Room, "check", held)
+            monkeypatch.setattr(Saver, "check", held)
         await accounted(rig)
         (process,) = rig.running.pool.processes
         again = asyncio.ensure_future(ledger.send(messages))

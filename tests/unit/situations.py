@@ -57,7 +57,7 @@ def displaced(
     """Return what becomes of a slot's content if a prompt takes the slot and reuses *n_reused* tokens."""
     slot = Slot(SlotId(0), content)
     sizes = sizes_of(size_bytes)
-    now = Situation(rule, (slot,), (), rates, 100_000, now=idle_seconds, sizes=sizes)
+    now = Situation(rule, (slot,), (), rates, 100_000, time=idle_seconds, sizes=sizes)
     n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
     return displace(prompt, now, slot, n_common, n_reused)
 

@@ -242,7 +242,7 @@ def test_plan_kinds_of_checkpoint_do_not_matter_for_a_restore() -> None:
 def test_plan_spares_the_conversation_that_was_used_last(rule: Rule) -> None:
     held = Known(branch(0, 2000), NAMESPACE, n_saved=2000)
     used = tuple(Slot(SlotId(i), held, used_at=at) for i, at in enumerate((2995.0, 0.0)))
-    made = plan(500, rule, slots=used, now=3000.0, sizes=sizes_of(1000))
+    made = plan(500, rule, slots=used, time=3000.0, sizes=sizes_of(1000))
     assert made.slot_id == 1
 
 
