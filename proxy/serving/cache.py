@@ -78,24 +78,27 @@ class Cache:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
-        if NO_READ in request.wishes or (process.rule.is_end_only and _is_wanted(request)):
+        rule = process.rule
+        if NO_READ in request.wishes or (rule.is_end_only and _is_wanted(request)):
             return False
-        # That slot's last answer is whole: its content will be known sooner than our prompt.
-        ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
-        if ending:
-            await asyncio.wait(ending)
+        # A slot that has just answered this conversation: its content is known sooner than our prompt.
+        settling = [task for digests, task in process.settling if conversation.n_behind(digests)]
+        if settling:
+            await asyncio.wait(settling)
         n_room = self._overflow.n_room(process, request) if self._overflow else process.n_ctx
         pays = partial(is_expected_to_pay, process.sizes, process.rates)
-        known = conversation, process.slots, process.rule, request.namespace, n_room
         is_pinned = requests.honours_id_slot(request.route)
-        slot = slot_to_extend(*known, pays=pays, is_pinned=is_pinned)
+        slots, namespace = process.slots, request.namespace
+        slot = slot_to_extend(
+            conversation, slots, rule, namespace, n_room, pays=pays, is_pinned=is_pinned
+        )
         if slot is None or not isinstance(content := slot.content, Known):
             return False
-        # A stream can be withdrawn as long as llama-server has not answered.
+        # Only a stream can be withdrawn if another process answers.
         if not request.wants_stream and not await process.is_current():
             raise replaced()
         prompt = Prompt(content.tokens, request.namespace, shape=request.shape)
-        if process.rule.is_end_only and not planning.has_file(process, prompt, content.n_saved):
+        if rule.is_end_only and not planning.has_file(process, prompt, content.n_saved):
             return False
         request.extends, request.prompt = content, prompt
         return True
@@ -114,8 +117,8 @@ class Cache:
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
         prompt, namespace = request.prompt, process.tenant_namespace(request.tenant)
-        is_off = prompt and prompt.shape in process.disabled_shapes
-        if request.extends or is_off or (prompt and prompt.namespace != namespace):
+        is_disabled = prompt and prompt.shape in process.disabled_shapes
+        if request.extends or is_disabled or (prompt and prompt.namespace != namespace):
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
@@ -137,10 +140,10 @@ class Cache:
         if has_waited and not await process.is_current():
             raise replaced()
         try:
-            async with process.launches.turn() as start:
-                await self._serve(process, request, start)
+            async with process.launches.turn() as turn:
+                await self._serve(process, request, turn)
         except WillBeRefused as why:
-            # Its slot was taken meanwhile, and its prompt was read only then.
+            # The slot that it extends was taken meanwhile, so its prompt was read only now.
             await self.let_refuse(process, request, why)
 
     async def _serve(self, process: Process, request: Request, turn: Turn | None) -> None:
@@ -205,12 +208,12 @@ class Cache:
         Raises WillBeRefused if it has images or sounds that the model does not take.
         """
         request.why = None
-        if request.chat is None:  # else the body has not changed since
+        if request.chat is None:  # otherwise the body has not changed since the last call
             request.chat, request.why = requests.chat_form(request.route, request.body)
             if request.chat is None:
                 return False
             request.shape = request.chat.shape(request.path)
-            if process.upstream.target.model:  # a host may change requests by the name they say
+            if process.upstream.target.model:  # a host may change requests by their model's name
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
                 request.conversation = requests.conversation_of(request.chat)

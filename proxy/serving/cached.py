@@ -1,9 +1,12 @@
 """One request whose prompt is known, on its way through a slot.
 
-plan -> lease a slot -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or
-save first. Only the reply confirms a hit. If it reused less than a restore promised, the checkpoint is
-mostly quarantined. If it reused more than the slot was known to hold (drift), the slot is erased before its
-next use.
+1. Its prompt was read: plan -> lease a slot -> restore the checkpoint -> stop at cuts -> send -> confirm
+   the hit -> release, or save first.
+2. It extends what a slot holds: lease that slot -> send -> read the prompt beside the answer -> confirm ->
+   release. Until the prompt has been read, `_extended` is that content and `_prompt` has its tokens.
+
+Only the reply confirms a hit. If it reused less than a restore promised, the checkpoint is mostly
+quarantined; if more than the slot was known to hold (drift), the slot is erased before its next use.
 """
 
 import asyncio
@@ -41,22 +44,18 @@ _LONG_WAIT_SECONDS = 0.05
 
 
 class CachedRequest:
-    """Serves one request from the cache, as far as that helps.
-
-    The checkpoint that the plan restores cannot be evicted from the moment of the plan until it is
-    restored. While the request waits for a slot, the checkpoint that it would restore cannot be evicted.
-    """
+    """Serves one request from the cache, as far as that helps."""
 
     _account: Account
     _inquiry: Inquiry
     _lease: Lease[Plan]
-    _take_turn: Callable[[], Awaitable[None]]
+    _begin_evaluation: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
     _is_sent = False
-    _is_placed = True  # it is known to run in its slot
+    _is_placed = True  # known to run in its slot
 
     def __init__(self, process: Process, request: Request, turn: Turn | None, read: Read) -> None:
-        """*read* reads the prompt of a request that extends what a slot holds."""
+        """*turn* ends once llama-server runs the request; *read* reads its prompt, if that was put off."""
         assert request.prompt is not None and request.body is not None
         self._process = process
         self._request = request
@@ -66,6 +65,7 @@ class CachedRequest:
         self._prompt = request.prompt
         self._body = request.body
         self._kept = ExitStack()
+        """Until the slot is prepared: no eviction of the checkpoint that is, or would now be, restored."""
 
     @property
     def _plan(self) -> Plan:
@@ -93,9 +93,9 @@ class CachedRequest:
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
             size = planning.evaluation_size(process, request, self._prompt, self._plan)
-            with process.launches.evaluation(*size, request.answering) as self._take_turn:
+            with process.launches.evaluation(*size, request.answering) as self._begin_evaluation:
                 if self._extended:
-                    await self._take_turn()
+                    await self._begin_evaluation()
                 self._account.queued_seconds = time.monotonic() - joined_at
                 await self._serve_in_slot(joined_at)
 
@@ -119,7 +119,7 @@ class CachedRequest:
                 raise errors.replaced() from error  # it was withdrawn
             self._abandon(is_emptied=isinstance(error, errors.OutOfCells) and self._is_placed)
             if await self._may_be_our_fault(error):
-                # The suspects are quarantined now, so the request may be tried again.
+                # No suspect is left, so the request may be tried again.
                 ended = "llama-server ended before it answered"
                 raise errors.ServerAway(ended, was_sent=False, has_ended=True) from error
             raise
@@ -204,13 +204,13 @@ class CachedRequest:
             await process.finish(self._lease, process.saves.begin(slot_id, is_used=is_used))
         await self._verify()
         start = self._plan.start  # another one, if the file was damaged
-        # The save may have found tokens that must not be reused. A restore takes the place of any.
+        # The save may have found tokens that must not be reused. A restore replaces all tokens.
         if not start.restored and (start.erases or self._must_erase()) and not await self._erase():
             return False
         try:
             if start.restored:
                 await self._restore(start.restored)
-            await self._take_turn()
+            await self._begin_evaluation()
             await self._make_stops()
         except Exception as fault:
             if isinstance(fault, errors.UpstreamLost) and await self._process.has_ended():
@@ -256,7 +256,7 @@ class CachedRequest:
 
     async def _restore(self, restored: Candidate) -> None:
         process, slot_id = self._process, self._plan.slot_id
-        # The restored state may be more similar to the prompt of a placement than the slot meant for it.
+        # A placement would run in this slot if the restored state is more similar to that prompt.
         await process.queue.until_unheld()
         process.slots.set_content(slot_id, TAINTED)
         began = time.monotonic()
@@ -320,7 +320,7 @@ class CachedRequest:
             await self._read()
 
     async def _may_be_our_fault(self, error: BaseException) -> bool:
-        """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
+        """Return whether the proxy's own work ended llama-server, or a state, which is quarantined now."""
         if isinstance(error, errors.ServerAway) and error.has_ended:
             return await self._process.quarantine_suspects(self._plan.slot_id)
         return isinstance(error, errors.UpstreamLost)
@@ -328,7 +328,7 @@ class CachedRequest:
     def _abandon(self, *, is_emptied: bool) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came.
 
-        For want of cells llama-server has emptied the slots of all requests that ran (server-context.cpp).
+        For want of cells llama-server empties all slots that run (*is_emptied*; server-context.cpp).
         """
         process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
@@ -486,8 +486,8 @@ class CachedRequest:
                 process, checkpoint, n_expected
             ):
                 return
-            told = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
-            process.degrade(DegradationKind.RESTORES_NOT_REUSED, told)
+            detail = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
+            process.degrade(DegradationKind.RESTORES_NOT_REUSED, detail)
             process.blame(checkpoint, account.failure)
 
     def _save_now(self) -> None:

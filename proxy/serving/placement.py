@@ -44,7 +44,7 @@ class SimilarRequest(CachedRequest):
             with await self._process.queue.hold():
                 return await self._send_as_it_is()
         is_over = asyncio.Event()
-        with await self._await_turn() as hold, ExitStack() as ending:
+        with await self._hold_queue() as hold, ExitStack() as ending:
             before = await self._tasks_before(slot_id)
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
             ending.callback(watching.cancel)
@@ -69,7 +69,7 @@ class SimilarRequest(CachedRequest):
     async def _send_as_it_is(self) -> Answer:
         return await self._launch(self._body.raw, self._read_beside)
 
-    async def _await_turn(self) -> Turn:
+    async def _hold_queue(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""
         slot_id, queue = self._plan.slot_id, self._process.queue
         began, pause = time.monotonic(), _FIRST_LOOK_SECONDS

@@ -221,6 +221,9 @@ class Process(Services):
         if not self.queue.is_closed:
             self.degradations.end(*kinds)
 
+    def _note(self, kind: DegradationKind, *, is_wrong: bool) -> None:
+        (self.degrade if is_wrong else self.recover)(kind)
+
     @contextmanager
     def watching(self, kind: DegradationKind, fault_type: type[Exception]) -> Iterator[None]:
         """Begin a degradation if a fault leaves the block, end it if none does; NoRoom is no failure."""
@@ -246,13 +249,9 @@ class Process(Services):
 
     def note_clearing(self, *, clears: bool | None) -> None:
         """Note whether a slot that starts empties idle slots, if that is known."""
-        if clears is None:
-            return
-        self.clears_idle_slots = clears
-        if clears:
-            self.degrade(DegradationKind.IDLE_SLOTS_CLEARED)
-        else:
-            self.recover(DegradationKind.IDLE_SLOTS_CLEARED)
+        if clears is not None:
+            self.clears_idle_slots = clears
+            self._note(DegradationKind.IDLE_SLOTS_CLEARED, is_wrong=clears)
 
     # The rule, sizes and rates of this process.
 
@@ -263,10 +262,7 @@ class Process(Services):
         """
         self.rule = rule
         self.saver.repairs_windows = rule.needs_repair
-        if rule.can_restore:
-            self.recover(DegradationKind.RULE_IS_NOTHING)
-        else:
-            self.degrade(DegradationKind.RULE_IS_NOTHING)
+        self._note(DegradationKind.RULE_IS_NOTHING, is_wrong=not rule.can_restore)
         learned = rule if rule.can_restore else None
         if self.remembered(RULE, Rule) != learned:
             await self.remember(RULE, learned)

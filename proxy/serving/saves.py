@@ -28,7 +28,7 @@ class SlotSaves:
         self._table = process.slots
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
-        self.turns = [asyncio.Lock() for _ in process.slots]
+        self.locks = [asyncio.Lock() for _ in process.slots]
         """Locked from the beginning of a slot's save until its file is committed."""
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
@@ -66,7 +66,7 @@ class SlotSaves:
         when its last file is committed: a conversation's files are committed in order, and requests seldom
         wait for that.
         """
-        async with self.turns[slot_id]:
+        async with self.locks[slot_id]:
             process, saver = self._process, self._process.saver
             held = before = self._table[slot_id].content
             if process.queue.is_closed or not is_write_back_due(process.rule, before):
