@@ -55,36 +55,34 @@ class Pool(Addresses):
     async def serve(self, request: Request, lent: Sequence[Server] | None = None) -> None:
         """Serve one request. Errors of sending pass through, cache faults do not.
 
-        *lent* are the llama-servers of a `lent` block around this call. Asking for their model again would
-        wait behind requests that wait for that model to be unloaded. Raises ServerAway if llama-server is
-        away for too long, or goes away after the request was sent; ProxyError if llama-server ended twice
-        while it worked on this request.
+        *lent* are the llama-servers of a `lent` block around this call; to ask for their model again would
+        wait behind requests that wait for its end. Raises ServerAway if llama-server is away for too long,
+        or goes away after the request was sent; ProxyError if it ended twice during this request.
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
             lending = self.lent(request.model, request.arrived_at, request.keys)
             async with lending if lent is None else nullcontext(lent) as servers:
-                with suppress(OutOfCells):  # once: then the client gets llama-server's error
+                with suppress(OutOfCells):  # raised once a request: then the client gets the error
                     if not servers:
                         await request.send(self.roots[0], request.raw)
                         return self._shared.report.not_looked_up(request, "no such model")
-                    may_be_lost = lent is None and n_tries < MAX_LOADS
-                    if await self._try(servers, request, may_be_lost=may_be_lost):
+                    may_reload = lent is None and n_tries < MAX_LOADS
+                    if await self._try(servers, request, may_reload=may_reload):
                         return None
 
-    async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
+    async def _try(self, servers: Sequence[Server], request: Request, *, may_reload: bool) -> bool:
         """Serve a request; return False if it has to begin again.
 
-        With *may_be_lost*, a request whose model the host unloaded meanwhile begins again.
+        If it *may_reload* its model, it begins again when the host has unloaded the model meanwhile.
         """
         epoch = servers[0].epoch
         server, process = await self.ready(servers)
         if process is None:
-            is_over = await server.is_lost()
-            # A model that was unloaded meanwhile may be loaded again by now: the epoch shows it.
-            if may_be_lost and server.epoch != epoch if server.host else is_over:
-                return False
-            return await self._serve_unplaced(server, request, may_be_lost)
+            is_lost = await server.is_lost()
+            if server.host:  # the model may have been unloaded and be loaded again: the epoch tells
+                is_lost = may_reload and server.epoch != epoch
+            return False if is_lost else await self._serve_unplaced(server, request, may_reload)
         try:
             await self.cache.read(process, request)
             if len(servers) > 1:
@@ -96,7 +94,7 @@ class Pool(Addresses):
             server.poke()
             await server.is_lost()
             return False
-        if len(servers) > 1:  # the time in the queues of all llama-servers counts
+        if len(servers) > 1:  # its waiting time counts from its first queue on
             request.queued_at = request.queued_at or time.monotonic()
         return await self._serve_by(server, process, request)
 
@@ -136,22 +134,22 @@ class Pool(Addresses):
             if away.was_sent:
                 raise
             # If llama-server ended over a saved state, that state is quarantined now.
-            is_over = process.queue.is_closed or away.has_ended
-            if not is_over and not await process.has_ended():
+            is_gone = process.queue.is_closed or away.has_ended or await process.has_ended()
+            if not is_gone:
                 raise
             await server.is_lost()
             return False
         return True
 
-    async def _serve_unplaced(self, server: Server, request: Request, may_be_lost: bool) -> bool:
-        """Forward to a llama-server that is not attached; return False if the model was unloaded."""
+    async def _serve_unplaced(self, server: Server, request: Request, may_reload: bool) -> bool:
+        """Forward to a llama-server that is not attached; return False if the request begins again."""
         request.begin(server.services.where)
         try:
             await self._watched(server, request, request.send(server.upstream, request.raw))
         except ServerAway as away:
             server.poke()
-            may_be_lost &= server.host is not None and not away.was_sent
-            if may_be_lost and await server.is_lost():
+            may_reload &= server.host is not None and not away.was_sent
+            if may_reload and await server.is_lost():
                 return False
             raise
         finally:
@@ -166,7 +164,7 @@ class Pool(Addresses):
     async def _watched(
         self, server: Server, request: Request, serving: Coroutine[Any, Any, object]
     ) -> None:
-        """Serve a request and note its tool calls, even if the client hangs up at the end of the answer."""
+        """Await *serving* and note the tool calls, even if the client hangs up at the end of the answer."""
         request.answer = None
         try:
             await serving
@@ -200,8 +198,8 @@ class Pool(Addresses):
         for too long.
         """
         if attached := [(server, there) for server in servers if (there := server.process)]:
-            is_single = len(attached) == 1  # mostly: its queues are not asked
-            return attached[0] if is_single else min(attached, key=lambda e: e[0].n_queued)
+            is_single = len(attached) == 1  # mostly: then no queue needs to be asked
+            return attached[0] if is_single else min(attached, key=lambda each: each[0].n_queued)
         waits = {asyncio.ensure_future(server.ready()): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):
@@ -212,7 +210,10 @@ class Pool(Addresses):
         finally:
             for task in waits:
                 task.cancel()
-        # None is attached: prefer one that answers, then one that may come back.
-        away = Phase.UNREACHABLE
-        last = min(waits, key=lambda t: 1 if t.exception() else 2 * (waits[t].phase is away))
-        return waits[last], last.result()
+
+        def rank(wait: "asyncio.Task[Process | None]") -> int:
+            """Prefer a llama-server that answers, then one that may come back."""
+            return 1 if wait.exception() else 2 * (waits[wait].phase is Phase.UNREACHABLE)
+
+        best = min(waits, key=rank)
+        return waits[best], best.result()
