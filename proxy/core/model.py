@@ -121,50 +121,37 @@ class Title(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One saved state, and where it can be continued.
-
-    `restore_points` are token counts, ascending, read from the context checkpoints in the file; the end
-    of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds attention
-    state for all n_tokens positions and nothing recurrent, so that the state can be cut anywhere. The
-    tokens behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are
-    cuts of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
-    requests may come back. A pinned checkpoint is kept until an operator unpins it. The checkpoint was
-    restored `n_restores` times. `family` names its header and its session. A checkpoint in `quarantine` may
-    have ended llama-server. `shared_id` is its id in the shared store, empty if it is not there; a
-    checkpoint that `is_fetched` was saved on another machine.
-
-    `parts` are the pieces of the file, with digests made right after llama-server wrote the file; records
-    of older versions have a `checksum` of the whole file instead. The file last matched its digests at
-    `verified_at`. `ancestors` are the checkpoints from which its slot was restored, directly or not.
-    Records of older versions have no `title`. `n_messages` is 0 in them, and where the prompt is no chat.
-    """
+    """One saved state, and where it can be continued; cuts and points are numbers of tokens."""
 
     id: CheckpointId
     namespace: Namespace
     kind: CheckpointKind
     n_tokens: int
     restore_points: tuple[int, ...]
+    """From the context checkpoints in the file, ascending, without the end of the state."""
     has_every_position: bool
+    """Whether it can be cut anywhere: the file has attention state of each token and nothing recurrent."""
     file_name: str
     size_bytes: int
     created_at: float
     last_used_at: float
-    n_prompt: int = 0
-    header: int = 0
+    n_prompt: int = 0  # the tokens behind these were generated; 0 if that is not known
+    header: int = 0  # this cut of the prompt and the next are 0 if they are not known
     turn_start: int = 0
-    is_pinned: bool = False
-    marks: tuple[int, ...] = ()
+    is_pinned: bool = False  # kept until an operator unpins it
+    marks: tuple[int, ...] = ()  # other cuts, ascending, to which requests may come back
     n_restores: int = 0
     family: Family = Family()
     quarantine: Quarantine | None = None
-    parts: tuple[FilePart, ...] = ()
-    checksum: str = ""
-    verified_at: float = 0.0
+    parts: tuple[FilePart, ...] = ()  # with digests from right after llama-server wrote the file
+    checksum: str = ""  # of the whole file, in place of parts, in records of older versions
+    verified_at: float = 0.0  # when the file last matched its digests
     ancestors: tuple[CheckpointId, ...] = ()
-    title: Title = Title()
-    shared_id: str = ""
-    is_fetched: bool = False
-    n_messages: int = 0
+    """The checkpoints from which its slot was restored, directly or not."""
+    title: Title = Title()  # empty in records of older versions
+    shared_id: str = ""  # its id in the shared store, empty if it is not there
+    is_fetched: bool = False  # whether it was saved on another machine
+    n_messages: int = 0  # 0 in records of older versions, and where the prompt is no chat
 
     @property
     def content(self) -> tuple[FilePart, ...]:

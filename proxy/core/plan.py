@@ -364,7 +364,7 @@ def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: 
 
 
 def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[SlotId, int]) -> Plan:
-    """Return the plan that takes the first of the *options*."""
+    """Return the plan that takes the first of the *options*; *shared*: how many tokens each slot shares."""
     n_reused = options[0].n_reused
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
@@ -384,13 +384,13 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         now.rule, worthy, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
     )
     return Plan(
-        options[0],
-        stops,
-        cuts,
-        _why(now.rule, options),
-        tuple(alternatives.values())[:N_ALTERNATIVES],
-        n_shared,
-        max((shared[slot.id] for slot in now.slots if slot.is_leased), default=0),
+        start=options[0],
+        stops=stops,
+        cuts=cuts,
+        why=_why(now.rule, options),
+        alternatives=tuple(alternatives.values())[:N_ALTERNATIVES],
+        n_shared=n_shared,
+        n_in_use=max((shared[slot.id] for slot in now.slots if slot.is_leased), default=0),
     )
 
 

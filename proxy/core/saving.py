@@ -171,12 +171,11 @@ def select_points(
 ) -> set[int]:
     """Return the points to keep in a file; those that are not its *own* are copied from older files.
 
-    No more than *n_at_most* are kept, those that spare most: of more, only the newest would be loaded.
-
     *own* are the points of the file with their sizes in bytes, *others* the points of older files. A point
-    of its own is preferred unless another is much closer. The cuts *inside* the newest user message come
-    last, the nearest to its end first. Their points may take a tenth of the other bytes (the *state_bytes*
-    and the other points), or one point may take more.
+    of its own is preferred unless another is much closer. Of more than *n_at_most* points those that spare
+    most are kept: llama-server would load only the newest. The cuts *inside* the newest user message come
+    last. Their points may take a tenth of the other bytes (the *state_bytes* and the other points), or one
+    point may take more.
     """
     size_bytes = max(own.values(), default=0)
     mine, theirs = tuple(sorted(own)), tuple(sorted(set(others) - own.keys()))
@@ -193,21 +192,31 @@ def select_points(
         del kept[min(spared, key=spared.__getitem__)]
     left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
     while left_bytes >= size_bytes and len(kept) < n_at_most:
-        # The point inside that is worth most: a change is equally likely between any two neighbours.
-        best, most, likelihood = 0, 0.0, 0.0
-        for n_cut in inside:
-            point, likelihood = highest_point(mine, n_cut), likelihood + EDIT_SHARE
-            n_before = highest_point(tuple(sorted(kept)), n_cut)
-            worth = likelihood * (point - n_before)
-            if n_before >= point:
-                likelihood = 0.0
-            elif worth > most and _is_kept(likelihood, n_before, point, size_bytes, rates):
-                best, most = point, worth
+        best = _best_inside(inside, mine, tuple(sorted(kept)), size_bytes, rates)
         if not best:
             break
         kept[best] = EDIT_SHARE
         left_bytes -= size_bytes
     return set(kept)
+
+
+def _best_inside(
+    cuts: Sequence[int], own: tuple[int, ...], kept: tuple[int, ...], size_bytes: int, rates: Rates
+) -> int:
+    """Return which of its *own* points is worth most at *cuts* in a message; 0 if none is worth its bytes.
+
+    The nearest cut to the message's end comes first. A change is equally likely between any two neighbours.
+    """
+    best, most, likelihood = 0, 0.0, 0.0
+    for n_cut in cuts:
+        point, n_before = highest_point(own, n_cut), highest_point(kept, n_cut)
+        likelihood += EDIT_SHARE
+        worth = likelihood * (point - n_before)
+        if n_before >= point:
+            likelihood = 0.0  # that point is kept already
+        elif worth > most and _is_kept(likelihood, n_before, point, size_bytes, rates):
+            best, most = point, worth
+    return best
 
 
 def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:

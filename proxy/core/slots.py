@@ -64,36 +64,28 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported.
-
-    `restore_points` are the context checkpoints that the slot is believed to have, ascending; it has at
-    most `n_points_at_most`. `header` and `turn_start` are cuts of the conversation, and `last_cut` is the
-    last cut at which its prompt was stopped (0: none). `marks` are other cuts, ascending, to which requests
-    may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
-    tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with. The content of
-    a side call is marked `is_aside`: it is never continued, so it is not saved and costs nothing to lose.
-    A content that `is_given_up` is not saved before the slot's next request, because its save failed or is
-    not wanted.
-    """
+    """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported."""
 
     tokens: TokenIds
     namespace: Namespace
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
-    header: int = 0
+    """The context checkpoints that it is believed to have, ascending; it has at most `n_points_at_most`."""
+    header: int = 0  # this cut and the next two are 0 if there is none
     turn_start: int = 0
-    last_cut: int = 0
+    last_cut: int = 0  # the last one at which its prompt was stopped
     marks: tuple[int, ...] = ()
-    n_saved: int = 0
-    saved_points: tuple[int, ...] = ()
-    shape: str = ""
-    conversation: bytes = b""
+    """Other cuts, ascending, to which requests may come back: where turns began, where prompts branched."""
+    n_saved: int = 0  # how many tokens a checkpoint in the store covers
+    saved_points: tuple[int, ...] = ()  # where such a checkpoint can be continued
+    shape: str = ""  # the kind of request that the tokens were predicted for
+    conversation: bytes = b""  # of the Prompt that the tokens begin with, as is the title
     title: Title = Title()
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
-    is_aside: bool = False
+    is_aside: bool = False  # of a side call: never continued, so not saved, and nothing to lose
     is_given_up: bool = False
+    """Not to be saved before the slot's next request, because its save failed or is not wanted."""
 
     @property
     def tenant(self) -> Namespace:
@@ -144,7 +136,17 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
 
 
 class SlotPhase(StrEnum):
-    """The progress of a slot's lease; every phase but FREE is leased."""
+    """The progress of a slot's lease; every phase but FREE is leased.
+
+    | change                        | by                                               |
+    |-------------------------------|--------------------------------------------------|
+    | free -> preparing             | `SlotTable.lease`                                |
+    | preparing -> ready, and back  | a placement (`serving/placement.py`)             |
+    | preparing, ready -> running   | `Slot.note_running`                              |
+    | ready, running -> preparing   | `SlotTable.set_content`                          |
+    | any -> closing                | `Lease.hand_over`                                |
+    | any -> free                   | `SlotTable.release`                              |
+    """
 
     FREE = "free"
     PREPARING = "preparing"
@@ -160,22 +162,18 @@ class SlotPhase(StrEnum):
 
 @dataclass(slots=True)
 class Slot:
-    """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
-
-    `destined` are the tokens that the lease's request will put there, None if they are not known. That
-    request is `answered_for` a tenant while the proxy still looks whether it ran there. `sources` are the
-    checkpoints that the content was restored from or saved as; `has_answered`: the slot has answered a
-    request since.
-    """
+    """One slot of llama-server as the proxy sees it; only `SlotTable.set_content` changes its content."""
 
     id: SlotId
     content: Content
     phase: SlotPhase = SlotPhase.FREE
-    used_at: float = 0.0
+    used_at: float = 0.0  # when it was last leased or given back (monotonic)
     destined: TokenIds | None = None
+    """The tokens that the lease's request will put there, if they are known."""
     answered_for: Namespace | None = None
-    sources: tuple[Checkpoint, ...] = ()
-    has_answered: bool = False
+    """The tenant of that request once it is answered, while the proxy still looks whether it ran here."""
+    sources: tuple[Checkpoint, ...] = ()  # those that the content was restored from or saved as
+    has_answered: bool = False  # whether it has answered a request since
 
     @property
     def is_leased(self) -> bool:

@@ -482,9 +482,7 @@ class CachedRequest:
             n_expected = self._plan.start.n_reused
             process.metrics.restore_ineffective.inc()
             # If an older point was reused, this one was loaded as well.
-            if not account.n_reused and planning.learns_to_count_on_fewer(
-                process, checkpoint, n_expected
-            ):
+            if not account.n_reused and planning.counts_on_fewer(process, checkpoint, n_expected):
                 return
             detail = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, detail)

@@ -48,10 +48,11 @@ def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
         yield candidate if is_whole else replace(candidate, checkpoint=checkpoint)
 
 
-def learns_to_count_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
-    """Return whether llama-server may have left out the context checkpoint at *n_missed* tokens of a file.
+def counts_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
+    """Count on fewer context checkpoints of a file, because the one at *n_missed* tokens was not reused.
 
-    It loads only the newest ones, but as many as it has ever written. From now on fewer are counted on.
+    llama-server loads only the newest ones, but as many as it has ever written. Returns False if these
+    include the one that was not reused.
     """
     n_points = sum(point >= n_missed for point in checkpoint.restore_points)
     if n_points <= max(1, process.n_written_points):
@@ -66,15 +67,15 @@ def situation(process: Process, prompt: Prompt) -> Situation:
     """Return the slots, checkpoints and rates as they are now."""
     candidates, n_shared = look_up(process, prompt)
     return Situation(
-        process.rule,
-        tuple(process.slots),
-        candidates,
-        process.rates,
-        process.n_ctx,
-        n_shared,
-        time.monotonic(),
-        process.sizes,
-        tuple(process.queue.expected),
+        rule=process.rule,
+        slots=tuple(process.slots),
+        candidates=candidates,
+        rates=process.rates,
+        n_ctx=process.n_ctx,
+        n_shared=n_shared,
+        time=time.monotonic(),
+        sizes=process.sizes,
+        expected=tuple(process.queue.expected),
     )
 
 

@@ -76,9 +76,8 @@ class PromptReader:
 
         Raises UpstreamFault.
         """
-        return bool(prompt.text) and await self._known.was_wrong(
-            prompt.text, prompt.tokens, headers
-        )
+        text, tokens = prompt.text, prompt.tokens
+        return bool(text) and await self._known.was_wrong(text, tokens, headers)
 
     async def read(
         self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
@@ -180,10 +179,8 @@ class PromptReader:
             return 0
         others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._shared_with, rendering, newest, others)
-        own = (
-            text_of(message["content"][-1], "text") if has_several else text_of(message, "content")
-        )
-        if own:
+        part, name = (message["content"][-1], "text") if has_several else (message, "content")
+        if own := text_of(part, name):
             return await self._cut_at_ending(rendering, b"own", own, find)
         return (await find())[0]
 
@@ -330,12 +327,10 @@ async def _to_last_special_token(
     """
     pieces = await upstream.pieces(text, headers)
     for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
-        piece = pieces[index]
-        if isinstance(piece.piece, str) and len(piece.piece) > 2:
-            plain = await upstream.tokenize(
-                piece.piece, headers, add_special=False, parse_special=False
-            )
-            if plain.tolist() != [piece.id]:
+        shown = pieces[index].piece
+        if isinstance(shown, str) and len(shown) > 2:
+            plain = await upstream.tokenize(shown, headers, add_special=False, parse_special=False)
+            if plain.tolist() != [pieces[index].id]:
                 return pieces[: index + 1]
     return []
 

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.model import Candidate
 from proxy.core.slots import kept_after_save, n_believed_points
-from proxy.serving.planning import learns_to_count_on_fewer, loaded
+from proxy.serving.planning import counts_on_fewer, loaded
 from tests.unit.builders import checkpoint
 
 POINTS = (500, 900, 1300, 1700)
@@ -55,10 +55,10 @@ def test_newest_points_of_a_file_are_loaded(n_loaded: int, points: tuple[int, ..
 def test_point_that_was_not_loaded_lowers_the_number_unless_as_many_were_written() -> None:
     process: Any = SimpleNamespace(n_loaded_points=32, n_written_points=4)
     many = checkpoint(n_tokens=2000, restore_points=tuple(range(100, 1300, 100)))
-    assert learns_to_count_on_fewer(process, many, 100) and process.n_loaded_points == 8
-    assert learns_to_count_on_fewer(process, many, 500) and process.n_loaded_points == 7
-    assert not learns_to_count_on_fewer(process, many, 900), "four were written"
+    assert counts_on_fewer(process, many, 100) and process.n_loaded_points == 8
+    assert counts_on_fewer(process, many, 500) and process.n_loaded_points == 7
+    assert not counts_on_fewer(process, many, 900), "four were written"
     process.n_written_points = 0
-    assert learns_to_count_on_fewer(process, many, 1100) and process.n_loaded_points == 1
-    assert not learns_to_count_on_fewer(process, many, 1200), "the newest one is always loaded"
-    assert not learns_to_count_on_fewer(process, many, 2000), "no point was needed"
+    assert counts_on_fewer(process, many, 1100) and process.n_loaded_points == 1
+    assert not counts_on_fewer(process, many, 1200), "the newest one is always loaded"
+    assert not counts_on_fewer(process, many, 2000), "no point was needed"
