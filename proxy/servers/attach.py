@@ -78,19 +78,19 @@ async def attach(
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number. If
-    nobody has told, a slot counts as keeping few, of which more are soon seen, and a file as loaded whole.
+    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number. If it
+    does not say so, a slot counts as keeping few, until a save shows more, and a file as loaded whole.
     *last* is the result of an earlier attach to the same process, which could not cache either.
     """
-    told = launch.n_context_checkpoints
+    n_told = launch.n_context_checkpoints
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
         queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
-        n_kept_points=N_CONTEXT_CHECKPOINTS if told is None else told,
-        n_loaded_points=MAX_CONTEXT_CHECKPOINTS if told is None else told,
+        n_kept_points=N_CONTEXT_CHECKPOINTS if n_told is None else n_told,
+        n_loaded_points=MAX_CONTEXT_CHECKPOINTS if n_told is None else n_told,
         takes_media=not props.modalities or any(props.modalities.values()),
         has_ram_cache=launch.has_ram_cache,
     )
@@ -312,15 +312,15 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
 async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
     """Return the rule that the probe shows; where its file is not enough, the probe is restored."""
     state, holds_at_end, rewinds = saved.state, False, False
-    again, is_whole = state.tokens, state.has_every_position
+    tokens, is_whole = state.tokens, state.has_every_position
     process.slots.set_content(slot_id, TAINTED)
     if not state.restore_points:
         # A state that lacks positions cannot give its last token back: the prompt is one token longer.
-        longer = again if is_whole else again + again[:1]
+        longer = tokens if is_whole else tokens + tokens[:1]
         holds_at_end = await _reused(process, slot_id, saved, longer) == len(longer) - 1
         if holds_at_end and is_whole:
-            leaving = again[: len(again) // 2 + 1] + again[:1]
-            rewinds = await _reused(process, slot_id, saved, leaving) == len(leaving) - 1
+            branching = tokens[: len(tokens) // 2 + 1] + tokens[:1]
+            rewinds = await _reused(process, slot_id, saved, branching) == len(branching) - 1
     rule = model.derive(
         has_points=bool(state.restore_points),
         has_every_position=is_whole,

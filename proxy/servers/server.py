@@ -189,7 +189,7 @@ class Server(Watched):
         self.process: Process | None = None
         self.epoch = 0
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
-        """Called for each slot of this llama-server that is free while no request waits for it."""
+        """Called for each slot of this llama-server that is free while no request waits for it there."""
         self._settings = settings
         self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
@@ -207,8 +207,7 @@ class Server(Watched):
         """Return the process that serves; if there is none, look, and wait for llama-server.
 
         None if there is nothing to wait for: the phase is unloaded or not a server, or the attach takes too
-        long. Raises ServerAway if llama-server is away for too
-        long.
+        long. Raises ServerAway if llama-server is away for too long.
         """
         since = time.monotonic()
         while self.process is None:

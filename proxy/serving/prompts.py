@@ -71,21 +71,10 @@ class PromptReader:
         self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
-    async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
-        """Return whether a prompt was tokenized wrongly; if so, later ones are tokenized as a whole.
-
-        Raises UpstreamFault.
-        """
-        text, tokens = prompt.text, prompt.tokens
-        return bool(text) and await self._known.was_wrong(text, tokens, headers)
-
     async def read(
         self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
     ) -> Prompt:
-        """Return the prompt of a *body*, which is in the chat form if it has messages.
-
-        Raises UpstreamFault.
-        """
+        """Return the prompt of a *body* (in the chat form if it has messages); raises UpstreamFault."""
         if route is Route.COMPLETION:
             prompt = body.fields["prompt"]
             if isinstance(prompt, list) and all(type(part) is int for part in prompt):
@@ -97,46 +86,26 @@ class PromptReader:
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text, cuts = await self._upstream.apply_template(body.raw, headers), NO_CUTS
         if is_before_media := has_media(body):
-            # What comes first of an image is that marker; how many tokens it takes is not told.
+            # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if is_before_media:
-            cuts = Cuts(await self._header(rendering))
+            cuts = Cuts(await self._header_end(rendering))
         elif rule.is_any_prefix and self._shares_headers:
             # Other sessions share header and surroundings; no other boundary needs a cut.
             newest = len(body.messages) - 1 if body.messages else None
             header, surroundings = await asyncio.gather(
-                self._header(rendering), self._surroundings(rendering, newest)
+                self._header_end(rendering), self._surroundings_end(rendering, newest)
             )
             cuts = Cuts(header, surroundings=surroundings)
         elif rule.can_restore and not rule.is_any_prefix:
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text, is_before_media=is_before_media)
 
-    async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
-        """Return what the prompt behind an answer that *said* so begins with; raises UpstreamFault.
-
-        No tokens if that depends on whether the client sends the answer's reasoning back.
-        """
-        answer = {"role": "assistant", "content": said}
-        user, other = _OTHER_MESSAGES
-        messages = [*body.messages, answer, user]
-        raw, with_reasoning = (
-            with_messages(body, [*body.messages, a, user])
-            for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
-        )
-        text = await self._upstream.apply_template(raw, headers)
-        if text != await self._upstream.apply_template(with_reasoning, headers):
-            return TokenIds("i")
-        tokens = await self._known.tokenize(text, headers)
-        next_body = GenerationBody(raw, {**body.fields, "messages": messages})
-        rendering = _RenderedPrompt(text, tokens, next_body, headers)
-        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [other])
-        return tokens[:n_next]
-
     async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
+        """Find all cuts. Where a turn starts is remembered from the request that began the turn."""
         body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)
         begins_turn = last_user is not None and all(
@@ -144,10 +113,10 @@ class PromptReader:
         )
         newest = last_user if begins_turn else None
         header, message_end, last_turn_end, surroundings = await asyncio.gather(
-            self._header(rendering),
+            self._header_end(rendering),
             self._message_end(rendering, rule, is_wanted=begins_turn),
             self._last_turn_end(rendering, newest),
-            self._surroundings(rendering, newest),
+            self._surroundings_end(rendering, newest),
         )
         cuts = Cuts(
             header, message_end=message_end, last_turn_end=last_turn_end, surroundings=surroundings
@@ -161,14 +130,60 @@ class PromptReader:
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
             head = with_messages(body, messages)
             self._turns[key] = tokens[: (await self._cut_before(rendering, head))[0]]
-        return replace(cuts, turn_start=_shared_whole(self._turns.get(key), tokens))
+        return replace(cuts, turn_start=_length_if_prefix(self._turns.get(key), tokens))
+
+    async def _header_end(self, rendering: _RenderedPrompt) -> int:
+        """Return the end of tools and system prompt.
+
+        Not every template renders a header alone (Qwen3.5's refuses). So the header is the text that two
+        renderings with different user texts share, up to the last special token: text after that token
+        may merge with whatever follows.
+        """
+        body = rendering.body
+        system = leading_system(body)
+        key = _digest(b"header", rendering_key(body, system))
+        if key not in self._headers:
+            try:
+                self._headers[key] = await self._shared_header(body, system, rendering.headers)
+            except UpstreamRefused:
+                self._headers[key] = TokenIds("i")
+        return _length_if_prefix(self._headers.get(key), rendering.tokens)
+
+    async def _shared_header(
+        self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
+    ) -> TokenIds:
+        bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
+        rendering = (self._upstream.apply_template(raw, headers) for raw in bodies)
+        texts = await asyncio.gather(*rendering)
+        shared = texts[0][: common_prefix_length(*texts)]
+        pieces = await _to_last_special_token(self._upstream, shared, headers)
+        return token_ids(piece.id for piece in pieces)
+
+    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule, *, is_wanted: bool) -> int:
+        """Return the end of the last complete message: where the generation prompt begins.
+
+        Every answer begins with a generation prompt (`<|im_start|>assistant`, then `<think>`). If that is
+        so long that llama-server itself makes a context checkpoint within it, the end is there.
+        """
+        if not is_wanted and not rule.is_end_only:
+            return 0
+        body, n_own = rendering.body, own_point(len(rendering.tokens))
+        plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
+        n_end = await self._cut_at_ending(rendering, b"end", "", plain)
+        n_end = min(n_end, len(rendering.tokens) - 1)
+        if rule.is_end_only or n_own <= n_end:
+            return n_end
+        added = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
+        answered = with_messages(body, [*body.messages, *added])
+        find = partial(self._cut_before, rendering, answered)
+        return max(n_end, min(n_own, await self._cut_at_ending(rendering, b"answer", "", find)))
 
     async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
-        A rendering with another text differs from there on. A rendering without that message would not do:
-        some templates would show the turn before it as unfinished, with its reasoning. In a message of
-        several texts only the last is the user's own: agents put their surroundings before it.
+        A rendering with another user text differs from there on. A rendering without that message would
+        not do: some templates would show the turn before as unfinished, with its reasoning. In a message
+        of several texts only the last is the user's own: agents put their surroundings before it.
         """
         if newest is None:
             return 0
@@ -184,7 +199,7 @@ class PromptReader:
             return await self._cut_at_ending(rendering, b"own", own, find)
         return (await find())[0]
 
-    async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
+    async def _surroundings_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first user message's leading reminder ends; 0 if it begins with none.
 
         This reminder changes less often than the text after it: Claude Code's environment is followed by
@@ -202,37 +217,6 @@ class PromptReader:
         contents = ([first, {"type": "text", "text": text}] for text in _OTHER_TEXTS)
         others = [{**message, "content": content} for content in contents]
         return (await self._shared_with(rendering, newest, others))[0]
-
-    async def _shared_with(
-        self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
-    ) -> tuple[int, int]:
-        """Return how many tokens and characters the prompt shares with renderings of *others* at *index*.
-
-        Each of *others* replaces the message there; the least is returned.
-        """
-        body = rendering.body
-        before, behind = body.messages[:index], body.messages[index + 1 :]
-        bodies = [with_messages(body, [*before, other, *behind]) for other in others]
-        return min([await self._cut_before(rendering, other) for other in bodies])
-
-    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule, *, is_wanted: bool) -> int:
-        """Return the end of the last complete message: where the generation prompt begins.
-
-        A long generation prompt (`<|im_start|>assistant`, then `<think>`) begins as every answer does. If
-        llama-server itself makes a context checkpoint in that beginning, the end is there.
-        """
-        if not is_wanted and not rule.is_end_only:
-            return 0
-        body, n_own = rendering.body, own_point(len(rendering.tokens))
-        plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
-        n_end = await self._cut_at_ending(rendering, b"end", "", plain)
-        n_end = min(n_end, len(rendering.tokens) - 1)
-        if rule.is_end_only or n_own <= n_end:
-            return n_end
-        talk = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
-        answered = with_messages(body, [*body.messages, *talk])
-        find = partial(self._cut_before, rendering, answered)
-        return max(n_end, min(n_own, await self._cut_at_ending(rendering, b"answer", "", find)))
 
     async def _cut_at_ending(
         self,
@@ -257,6 +241,18 @@ class PromptReader:
         if n_characters and text.startswith(own, n_characters):
             self._endings[key] = text[n_characters + len(own) :]
         return n_cut
+
+    async def _shared_with(
+        self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
+    ) -> tuple[int, int]:
+        """Return how many tokens and characters the prompt shares with renderings of *others* at *index*.
+
+        Each of *others* replaces the message there; the least is returned.
+        """
+        body = rendering.body
+        before, behind = body.messages[:index], body.messages[index + 1 :]
+        bodies = [with_messages(body, [*before, other, *behind]) for other in others]
+        return min([await self._cut_before(rendering, other) for other in bodies])
 
     async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> tuple[int, int]:
         """Return how many tokens and characters the prompt shares with the rendering of the body *other*.
@@ -285,37 +281,39 @@ class PromptReader:
         n_cut = len(rendering.tokens) - len(tokens)
         return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
-    async def _header(self, rendering: _RenderedPrompt) -> int:
-        """Return the end of tools and system prompt.
+    async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
+        """Return what the prompt behind an answer with the text *said* begins with; raises UpstreamFault.
 
-        Not every template renders a header alone (Qwen3.5's refuses). So the header is the text that two
-        renderings with different user texts share, up to the last special token: text after that token
-        may merge with whatever follows.
+        No tokens if that depends on whether the client sends the answer's reasoning back.
         """
-        body = rendering.body
-        system = leading_system(body)
-        key = _digest(b"header", rendering_key(body, system))
-        if key not in self._headers:
-            try:
-                self._headers[key] = await self._shared_header(body, system, rendering.headers)
-            except UpstreamRefused:
-                self._headers[key] = TokenIds("i")
-        return _shared_whole(self._headers.get(key), rendering.tokens)
+        answer = {"role": "assistant", "content": said}
+        user, other = _OTHER_MESSAGES
+        messages = [*body.messages, answer, user]
+        raw, with_reasoning = (
+            with_messages(body, [*body.messages, a, user])
+            for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
+        )
+        text = await self._upstream.apply_template(raw, headers)
+        if text != await self._upstream.apply_template(with_reasoning, headers):
+            return TokenIds("i")
+        tokens = await self._known.tokenize(text, headers)
+        next_body = GenerationBody(raw, {**body.fields, "messages": messages})
+        rendering = _RenderedPrompt(text, tokens, next_body, headers)
+        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [other])
+        return tokens[:n_next]
 
-    async def _shared_header(
-        self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
-    ) -> TokenIds:
-        bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
-        rendering = (self._upstream.apply_template(raw, headers) for raw in bodies)
-        texts = await asyncio.gather(*rendering)
-        shared = texts[0][: common_prefix_length(*texts)]
-        pieces = await _to_last_special_token(self._upstream, shared, headers)
-        return token_ids(piece.id for piece in pieces)
+    async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
+        """Return whether a prompt was tokenized wrongly; if so, later ones are tokenized as a whole.
+
+        Raises UpstreamFault.
+        """
+        text, tokens = prompt.text, prompt.tokens
+        return bool(text) and await self._known.was_wrong(text, tokens, headers)
 
 
-def _shared_whole(cut: TokenIds | None, tokens: TokenIds) -> int:
-    """Return how many tokens come before a remembered *cut*; 0 if a prompt does not begin with them."""
-    return len(cut) if cut is not None and tokens[: len(cut)] == cut else 0
+def _length_if_prefix(remembered: TokenIds | None, tokens: TokenIds) -> int:
+    """Return how many tokens are *remembered*; 0 if a prompt does not begin with them."""
+    return len(remembered) if remembered and tokens[: len(remembered)] == remembered else 0
 
 
 async def _to_last_special_token(
@@ -338,9 +336,9 @@ async def _to_last_special_token(
 class KnownTexts:
     """Tokenizes the renderings of one llama-server, each part of a conversation only once.
 
-    Special tokens split a text: the text before one gives the same tokens whatever follows. So the tokens
-    of the newest texts are remembered. Of a new text, only the part after the last mark that it shares with
-    one of them is tokenized. The mark is a special token that the template writes again and again. Some
+    Special tokens split a text: what comes before one gives the same tokens whatever follows. The mark is a
+    special token that the template writes again and again. The tokens of the newest texts are remembered.
+    Of a new text, only the part after the last mark that it shares with one of them is tokenized. Some
     texts are also tokenized as a whole, as a check.
     """
 
@@ -375,7 +373,7 @@ class KnownTexts:
         return True
 
     async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
-        """Return the tokens of a text whose head is known; None if no head is known, or a check failed."""
+        """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
         begin, head = self._known_head(text)
         if self._mark is None or not begin:
             return None

@@ -44,7 +44,7 @@ class SlotSaves:
         free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         saving = self._process.tasks.start(self.write_back(slot_id, kind, free, **how))
         self.under_way.add(saving)
-        saving.add_done_callback(lambda _: _end(free))
+        saving.add_done_callback(lambda _: _set_done(free))
         saving.add_done_callback(self.under_way.discard)
         return free
 
@@ -61,13 +61,13 @@ class SlotSaves:
 
         Other requests can wait for the state. Never raises a CacheFault: a failed save hurts no request.
         *is_just_predicted* says that the request which put the tokens there still has the slot. Other
-        tokens in the file then mean that the prompt was tokenized differently. Once *free* is done another
-        request may have the slot, and what the slot holds then is left alone. A slot is saved again only
-        when its last file is committed: a conversation's files are committed in order, and requests seldom
-        wait for that.
+        tokens in the file then mean that the prompt was tokenized differently. *free* and *is_used* are
+        those of `begin`. A slot is saved again only when its last file is committed: a conversation's files
+        are committed in order, and requests seldom wait for that.
         """
         async with self.locks[slot_id]:
             process, saver = self._process, self._process.saver
+            # `before` is what is saved; the slot table has `held`, unless another request has the slot.
             held = before = self._table[slot_id].content
             if process.queue.is_closed or not is_write_back_due(process.rule, before):
                 return None
@@ -81,14 +81,14 @@ class SlotSaves:
                         process.require_alive()
                         held = self._count_as_saved(slot_id)
                         if not is_used:
-                            _end(free)
+                            _set_done(free)
                         saved = await saver.check(name, *written)
                         if why := saver.contradiction(before, saved.state, is_just_predicted):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
                             raise CacheFault(why)
-                        _end(free)
+                        _set_done(free)
                         return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:
                 held = self._give_up(slot_id, held, before)
@@ -105,31 +105,6 @@ class SlotSaves:
                     process.faults.record("save", error)
                 return None
 
-    def take_up_postponed(self) -> None:
-        """Make saves due again that there was no room for, where the slot still holds the same."""
-        for slot_id, (before, given_up) in self._postponed.items():
-            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
-                self._table.set_content(slot_id, before)
-        self._postponed.clear()
-
-    def _count_as_saved(self, slot_id: SlotId) -> Content:
-        """Count a slot's content as saved while its file is checked and committed."""
-        content = slots.not_to_save(self._table[slot_id].content)
-        if isinstance(content, Known):
-            content = replace(content, n_saved=content.n_tokens)
-        self._table.set_content(slot_id, content)
-        return content
-
-    def _give_up(self, slot_id: SlotId, held: Content, before: Content) -> Content:
-        """Do not try to save the same content again; the slot's next request makes it worth a try."""
-        if held is before:  # else it counts as saved, and another request may have the slot
-            content = slots.not_to_save(self._table[slot_id].content)
-            self._table.set_content(slot_id, content)
-        else:
-            content = slots.not_to_save(before)
-            self._table.refine(slot_id, held, content)
-        return content
-
     async def _cut_back(self, slot_id: SlotId) -> Content:
         """Cut a slot back to what is useful in a file; return what it holds then."""
         content = self._table[slot_id].content
@@ -145,6 +120,14 @@ class SlotSaves:
         self._table.set_content(slot_id, target)
         return target
 
+    def _count_as_saved(self, slot_id: SlotId) -> Content:
+        """Count a slot's content as saved while its file is checked and committed."""
+        content = slots.not_to_save(self._table[slot_id].content)
+        if isinstance(content, Known):
+            content = replace(content, n_saved=content.n_tokens)
+        self._table.set_content(slot_id, content)
+        return content
+
     async def commit(
         self,
         slot_id: SlotId,
@@ -155,7 +138,7 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Commit the checked file of a slot that held *content*; None if nothing new is in it.
 
-        If the slot no longer holds *held*, it only learns which restore points the file has.
+        If the slot table has another content than *held*, it only learns which restore points are saved.
         """
         process, state = self._process, saved.state
         namespace = content.tenant if process.can_cache else None
@@ -168,9 +151,9 @@ class SlotSaves:
         relatives = await asyncio.to_thread(list, process.store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
-        told = slots.as_saved(content, namespace, state.tokens, state.restore_points)
+        in_file = slots.as_saved(content, namespace, state.tokens, state.restore_points)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
-            self._table.refine(slot_id, held, told)
+            self._table.refine(slot_id, held, in_file)
             return None
         is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
@@ -182,7 +165,7 @@ class SlotSaves:
         checkpoint = await process.store.commit(new, state.tokens, saved.stamp)
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
-            self._table.refine(slot_id, held, replace(told, saved_points=()))
+            self._table.refine(slot_id, held, replace(in_file, saved_points=()))
         now, points = self._table[slot_id].content, checkpoint.restore_points
         self._table.refine(slot_id, now, slots.also_saved(now, namespace, state.tokens, points))
         has_every_position, window = state.has_every_position, state.window_tokens
@@ -195,7 +178,24 @@ class SlotSaves:
             await process.store.remove(older, Removal.SUPERSEDED)
         return checkpoint
 
+    def _give_up(self, slot_id: SlotId, held: Content, before: Content) -> Content:
+        """Do not try to save the same content again; the slot's next request makes it worth a try."""
+        if held is before:  # else it counts as saved, and another request may have the slot
+            content = slots.not_to_save(self._table[slot_id].content)
+            self._table.set_content(slot_id, content)
+        else:
+            content = slots.not_to_save(before)
+            self._table.refine(slot_id, held, content)
+        return content
 
-def _end(future: "asyncio.Future[None] | None") -> None:
+    def take_up_postponed(self) -> None:
+        """Make saves due again that there was no room for, where the slot still holds the same."""
+        for slot_id, (before, given_up) in self._postponed.items():
+            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
+                self._table.set_content(slot_id, before)
+        self._postponed.clear()
+
+
+def _set_done(future: "asyncio.Future[None] | None") -> None:
     if future is not None and not future.done():
         future.set_result(None)
