@@ -29,7 +29,7 @@ from proxy.llama.connection import new_session
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
-from proxy.serving.shared import Shared, new_shared, note_quarantined
+from proxy.serving.services import Services, new_shared, note_quarantined
 from proxy.settings import (
     MAX_REQUESTS,
     Settings,
@@ -63,7 +63,7 @@ class Running:
     port: int
     admin_port: int
     pool: Pool
-    shared: Shared
+    shared: Services
 
 
 @asynccontextmanager
@@ -116,7 +116,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     return store
 
 
-def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
+def open_tier(settings: Settings, shared: Services) -> "Tier | None":
     """Return the shared store, None if there is none to be used; raises SettingsError."""
     store = shared.opened_store
     if store is None or store.files.is_readonly or (opened := open_bucket(settings)) is None:
@@ -150,7 +150,7 @@ def open_bucket(settings: Settings, *, only_looks: bool = False) -> "tuple[Bucke
 
 
 @asynccontextmanager
-async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
+async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncIterator[Running]:
     shared.metrics.set_gauges = partial(set_gauges, shared, pool)
     if shared.opened_store is not None:
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
@@ -250,7 +250,7 @@ async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> a
 # Gauges are set at each scrape; zero while there is nothing.
 
 
-def set_gauges(shared: Shared, pool: Pool) -> None:
+def set_gauges(shared: Services, pool: Pool) -> None:
     """Set every gauge to its present value."""
     metrics, processes = shared.metrics, pool.processes
 
@@ -287,7 +287,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
             metrics.disk_free_bytes.set(store.files.free_bytes())
 
 
-def count_evictions(shared: Shared, store: CheckpointStore) -> None:
+def count_evictions(shared: Services, store: CheckpointStore) -> None:
     """Count the checkpoints that the store removes, also those removed at its opening; tell the journal."""
     metrics = shared.metrics
     for reason, n_removed in store.removals.items():

@@ -36,7 +36,7 @@ from proxy.metrics import Metrics
 from proxy.servers.attach import measure_rule
 from proxy.servers.server import Server
 from proxy.serving.process import Process
-from proxy.serving.shared import new_shared, quarantined_in_words
+from proxy.serving.services import new_shared, quarantined_in_words
 from proxy.settings import Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles

@@ -29,7 +29,7 @@ from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
-from proxy.serving.shared import Services, Shared
+from proxy.serving.services import ServerServices, Services
 from proxy.settings import Settings
 from proxy.tasks import Tasks
 
@@ -63,7 +63,7 @@ class HostedModels(Watched):
     def __init__(
         self,
         settings: Settings,
-        services: Services,
+        services: ServerServices,
         host: ModelHost,
         new_server: Callable[["HostedModels", str], Server],
     ) -> None:
@@ -306,7 +306,7 @@ class Addresses:
     """The llama-servers and hosts of models behind one proxy."""
 
     def __init__(
-        self, settings: Settings, shared: Shared, roots: list[LlamaServer], launch: Launch | None
+        self, settings: Settings, shared: Services, roots: list[LlamaServer], launch: Launch | None
     ) -> None:
         """With a *launch*, llama-server is being started with it: the first requests wait for that."""
         self.settings = settings
@@ -438,7 +438,7 @@ class Addresses:
         del self._hosts[hosted.root]
         self._follow(hosted.root)
 
-    def _followed(self, services: Services, **options: Any) -> Server:
+    def _followed(self, services: ServerServices, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
         server = Server(self.settings, services, self._launch, **options)
         self._run(server.watch)

@@ -43,7 +43,7 @@ from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
-from proxy.serving.shared import Services
+from proxy.serving.services import ServerServices
 from proxy.settings import MAX_REQUESTS, Settings
 from proxy.store.known_models import introduce_model, known_namespaces, known_tenants, owners
 
@@ -69,7 +69,7 @@ Identity, layout of the cache and canary make a namespace; only the canary needs
 
 
 async def attach(
-    services: Services,
+    services: ServerServices,
     settings: Settings,
     props: Props,
     process_id: str,

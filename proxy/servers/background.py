@@ -20,7 +20,7 @@ from proxy.serving.planning import plan_in
 from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.queue import Choice, FreeElsewhere, Lease
 from proxy.serving.request import Request
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.store.store import N_NEWEST
 
 _WRITE_SECONDS = 60.0
@@ -183,7 +183,7 @@ def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
 # damaged states that no request needs.
 
 
-async def verify_stored(shared: Shared) -> None:
+async def verify_stored(shared: Services) -> None:
     """Verify states whose last verification is VERIFY_SECONDS ago, oldest first, until cancelled."""
     while shared.opened_store is not None:
         due_before = time.time() - VERIFY_SECONDS
@@ -201,7 +201,7 @@ async def verify_stored(shared: Shared) -> None:
         await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, VERIFY_SECONDS))
 
 
-def note_damage(shared: Shared, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
+def note_damage(shared: Services, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
     """Log and count a damaged file, and taint the slots whose content may stem from it."""
     shared.metrics.damaged_checkpoints.inc()
     get_logger("store").warning(

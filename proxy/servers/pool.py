@@ -32,7 +32,7 @@ from proxy.serving.process import Process
 from proxy.serving.queue import FreeElsewhere
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 
@@ -43,7 +43,7 @@ MAX_LOADS = 4
 class Pool(Addresses):
     """The llama-servers behind one proxy, for callers that send requests."""
 
-    def __init__(self, settings: Settings, shared: Shared, *others: Any) -> None:
+    def __init__(self, settings: Settings, shared: Services, *others: Any) -> None:
         """*others* are those of Addresses."""
         super().__init__(settings, shared, *others)
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))

@@ -46,7 +46,7 @@ from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, SlotQueue
 from proxy.serving.request import Request
-from proxy.serving.shared import Services
+from proxy.serving.services import ServerServices
 from proxy.serving.tenants import warn_of_several
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
@@ -164,7 +164,7 @@ class Server(Watched):
     def __init__(
         self,
         settings: Settings,
-        services: Services,
+        services: ServerServices,
         launch: Launch | None = None,
         host: Watched | None = None,
         *,

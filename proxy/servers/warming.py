@@ -29,7 +29,7 @@ from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.request import OnStart, Request
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 
 _PATH = "/completion"
 _LOOK_SECONDS = 0.25
@@ -45,7 +45,7 @@ class NotWarmed(CacheFault):
 class Warming:
     """Warms headers."""
 
-    def __init__(self, shared: Shared, pool: Pool) -> None:
+    def __init__(self, shared: Services, pool: Pool) -> None:
         self._shared = shared
         self._pool = pool
         self._busy = asyncio.Lock()

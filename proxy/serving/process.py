@@ -57,7 +57,7 @@ from proxy.health import CannotCache
 from proxy.llama.client import Headers, SlotStatus, Timings
 from proxy.log import get_logger
 from proxy.serving.queue import Lease, SlotQueue
-from proxy.serving.shared import Services, note_quarantined
+from proxy.serving.services import ServerServices, note_quarantined
 
 if TYPE_CHECKING:
     from proxy.serving.launches import Launches
@@ -80,7 +80,7 @@ ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this s
 
 
 @dataclass(eq=False, kw_only=True)
-class Process(Services):
+class Process(ServerServices):
     """One llama-server process, and everything that lives as long as that process does."""
 
     id: str  # which process it is, by /props

@@ -18,7 +18,7 @@ from proxy.llama.client import LlamaServer, Target
 from proxy.llama.requests import GenerationBody
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.stabilize import drops
 from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
 from proxy.stabilize.run import BODIES, Seen, inlined_body, keeps_inlined, read_facts, stabilize
@@ -38,7 +38,7 @@ _N_FIRST_MESSAGES = 2
 class Stabilizing:
     """Applies the stabilizers that are switched on."""
 
-    def __init__(self, services: Shared, switches: frozenset[Name]) -> None:
+    def __init__(self, services: Services, switches: frozenset[Name]) -> None:
         self._services = services
         self._switches = switches
         self._memory = self._remembered()
@@ -144,7 +144,7 @@ Read = Callable[[Request], Awaitable[None]]
 class Overflow:
     """Leaves out the oldest messages of conversations that do not fit, in large steps."""
 
-    def __init__(self, services: Shared) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
         self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)

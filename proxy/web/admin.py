@@ -37,7 +37,7 @@ from proxy.servers.pool import Pool
 from proxy.servers.warming import NotWarmed, Warming, own_request
 from proxy.serving.process import Process
 from proxy.serving.request import Request
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.serving.tenants import keys_of, tenant_of
 from proxy.store.known_models import model_names
 
@@ -146,7 +146,7 @@ def _refused(
 class Admin:
     """Answers operators."""
 
-    def __init__(self, shared: Shared, pool: Pool, aliases: requests.Aliases) -> None:
+    def __init__(self, shared: Services, pool: Pool, aliases: requests.Aliases) -> None:
         self._shared = shared
         self._pool = pool
         self._warming = Warming(shared, pool)
@@ -366,7 +366,7 @@ async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoi
             slice_ends_at = time.perf_counter() + _SLICE_SECONDS
 
 
-def status_of(shared: Shared, pool: Pool) -> dict[str, Any]:
+def status_of(shared: Services, pool: Pool) -> dict[str, Any]:
     """Return how requests are served now, by which llama-servers, and how full the store is.
 
     /health, the live page and `stats` all show these facts. `servers` are the attached llama-servers.

@@ -22,7 +22,7 @@ from proxy.explain.views import History
 from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.tasks import wait_for
 from proxy.web.admin import json_response, status_of
 from proxy.web.writer import OF_EVENTS
@@ -57,7 +57,7 @@ _HISTORY = "history"
 class LivePage:
     """Serves the page at `/`, its files under `/page/`, and overviews of the running proxy."""
 
-    def __init__(self, shared: Shared, pool: Pool) -> None:
+    def __init__(self, shared: Services, pool: Pool) -> None:
         self._stopping = asyncio.Event()
         self.n_readers = 0
         self._shared = shared

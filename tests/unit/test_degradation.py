@@ -10,7 +10,7 @@ from proxy.core.conditions import OF_PROCESS, DegradationKind, State, state_unde
 from proxy.core.model import Quarantine
 from proxy.health import Degradations
 from proxy.metrics import Metrics
-from proxy.serving.shared import quarantined_in_words
+from proxy.serving.services import quarantined_in_words
 from tests.unit.builders import checkpoint
 
 K = DegradationKind

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},
     "proxy.serving": _SERVES | {"proxy.serving"},
     "proxy.serving.fetching": {"proxy.shared"},
-    "proxy.serving.shared": {"proxy.shared"},
+    "proxy.serving.services": {"proxy.shared"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.web": _SERVES | {"proxy.__version__", "proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},

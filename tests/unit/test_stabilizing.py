@@ -15,7 +15,7 @@ from proxy.metrics import Metrics
 from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Stabilizing
-from proxy.serving.shared import Shared
+from proxy.serving.services import Services
 from proxy.stabilize.model import parse_switches
 from proxy.tasks import Tasks
 
@@ -33,12 +33,12 @@ class Upstream:
         raise UpstreamRefused(400, "no")
 
 
-def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Shared, Upstream]:
+def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Services, Upstream]:
     metrics, upstream = Metrics(), Upstream()
     services = SimpleNamespace(
         opened_store=None, metrics=metrics, faults=Faults(metrics), tasks=Tasks()
     )
-    known = cast(Shared, services)
+    known = cast(Services, services)
     return Stabilizing(known, parse_switches(switches)), known, upstream
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Shared:
-    """Shared by all llama-servers; `opened_store` is None if the store could not be opened."""
+class Services:
+    """The services of all llama-servers; `opened_store` is None if the store could not be opened."""
 
     opened_store: CheckpointStore | None
     metrics: Metrics
@@ -43,10 +43,10 @@ class Shared:
     tier: "Tier | None" = field(default=None, kw_only=True)
     """What other machines share with this one, if anything."""
 
-    def of(self, upstream: LlamaServer, where: str) -> "Services":
+    def of(self, upstream: LlamaServer, where: str) -> "ServerServices":
         """Return the services of one llama-server; *where* is its name, empty if there is only one."""
         here = self.everywhere.at(where)
-        return Services(**vars(self), upstream=upstream, degradations=here, where=where)
+        return ServerServices(**vars(self), upstream=upstream, degradations=here, where=where)
 
     @property
     def store(self) -> CheckpointStore:
@@ -70,16 +70,16 @@ class Shared:
 
 def new_shared(
     store: CheckpointStore | None, metrics: Metrics, degradations: Degradations, journal: Journal
-) -> Shared:
+) -> Services:
     """Return the shared services of a proxy that starts."""
     faults, report = Faults(metrics), Report(metrics, journal)
     secret = token_bytes() if store is None else store.secret  # an empty store is false
-    return Shared(store, metrics, faults, degradations, report, journal, Tasks(), secret)
+    return Services(store, metrics, faults, degradations, report, journal, Tasks(), secret)
 
 
 @dataclass(eq=False)
-class Services(Shared):
-    """The services of one llama-server, whichever process of it runs; `where` is as in `Shared.of`."""
+class ServerServices(Services):
+    """The services of one llama-server, whichever process of it runs; `where` is as in `of`."""
 
     upstream: LlamaServer
     degradations: Degradations
