@@ -80,8 +80,8 @@ def worth_a_file(
 ) -> Cuts:
     """Return *cuts* without those at which another file of a conversation does not pay.
 
-    Under *end only* each cut needs a file of its own. *pays* says whether a state up to a cut pays where
-    a file has the first tokens of it, and whether it is saved at once: the others at the end of the
+    Under *end only* each cut needs its own file. `pays(n_saved, n_cut, at_once)` says whether a state of
+    *n_cut* tokens pays if a file has *n_saved* of them. A state is saved at once, or behind the end of the
     prompt, mostly when nothing else runs.
     """
     if not rule.is_end_only:
@@ -268,12 +268,12 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
     return places
 
 
-def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:
+def first_to_try(places: Sequence[ContextCut], n_over: int, reached: int) -> int:
     """Return the index of the cut to try first for a prompt that is *n_over* tokens too long.
 
-    It is the first cut that may be enough; only a rendering tells whether it is. It is never before the
-    cut *n_at_least*, where the conversation was cut already: past turns may now render to fewer tokens.
+    The first cut that may be enough is tried, because only a rendering tells whether it is enough. No cut
+    before *reached* is tried, where the conversation was cut already: past turns may render shorter now.
     """
     enough = (i for i, p in enumerate(places) if p.n_left_out * _MOST_RENDERED >= n_over)
     last = max(0, len(places) - 1)
-    return max(next(enough, last), min(n_at_least, last))
+    return max(next(enough, last), min(reached, last))

@@ -214,7 +214,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
 
 
 def _has_brief(slot: Slot, prompt: Prompt) -> bool:
-    """Return whether the brief chat that a prompt goes on with, whose tokens were not read, ended there."""
+    """Return whether a prompt goes on with the brief chat that a slot holds, whose tokens were not read."""
     content = slot.content
     if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
         return False
@@ -257,7 +257,7 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
 def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int) -> bool:
     """Return whether a slot may keep a context checkpoint of another first token than the prompt's.
 
-    llama-server would answer a later prompt from that one (docs/upstream/stale_context_checkpoint.py).
+    llama-server would answer a later prompt from it (docs/upstream/stale_context_checkpoint.py).
     """
     content = slot.content
     if rule.is_any_prefix or isinstance(content, Empty) or _has_brief(slot, prompt):
@@ -309,9 +309,9 @@ def displace(
 def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
     """Return whether a prompt that shares *n_common* tokens continues the conversation in a slot.
 
-    It does if it shares the content up to its turn start, or, if that is not known, all of it: the tokens
-    that it drops (old reasoning, a rewritten answer) will not be needed again. Another conversation with
-    the same header, and a brief question, may share nearly as many.
+    A prompt does if it shares all tokens before the slot's turn start or, if that is not known, all tokens.
+    What it drops behind them (old reasoning, a rewritten answer) will not be needed again. Another
+    conversation with the same header, and a brief question, may share nearly as many.
     """
     if content.namespace != prompt.namespace:
         return False
@@ -458,7 +458,7 @@ def as_loaded(checkpoint: Checkpoint, n_points: int) -> Checkpoint:
 def most_useful(
     rule: Rule, found: Iterable[Candidate], n_prompt: int
 ) -> tuple[int, Checkpoint | None]:
-    """Return the checkpoint of *found* that saves a prompt the most tokens, after their number.
+    """Return the most tokens that a checkpoint of *found* saves a prompt, and that checkpoint.
 
     *found* is sorted, the longest common prefix first: no checkpoint saves more tokens than it shares.
     """

@@ -106,16 +106,13 @@ def next_step(
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one llama-server can do for a request.
-
-    `seconds` are those of its cheapest plan: to restore, to evaluate, and to displace others; or to wait
-    for a slot that is just being saved; infinite if the request would have to wait for another request. It
-    would reuse `n_reused` tokens. `load` is the number of requests per slot.
-    """
+    """What one llama-server can do for a request."""
 
     seconds: float
+    """To restore, evaluate and displace by the cheapest plan, or to wait for a slot that is being saved;
+    infinite if the request would have to wait for another request."""
     n_reused: int
-    load: float
+    load: float  # how many requests there are for each slot
 
 
 def make_offer(
@@ -202,9 +199,9 @@ def slot_to_extend(
     """Return the free slot that a request continues without a plan; None if the request needs a plan.
 
     The choice is by messages alone, before the prompt is rendered. llama-server compares the tokens in any
-    case: a wrong choice costs tokens, never an answer. *pays* says whether a state of so many tokens pays
-    where a file has the first of them. Unless *is_pinned*, llama-server chooses the slot that the request
-    runs in.
+    case: a wrong choice costs tokens, never an answer. `pays(n_saved, n_tokens)` says whether to save a
+    state of *n_tokens* if a file has *n_saved* of them. Unless the request *is_pinned*, llama-server
+    chooses its slot.
     """
     if not rule.can_restore:
         return None
@@ -224,9 +221,9 @@ def slot_to_extend(
         n_new_tokens = sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
         n_most = content.n_tokens + n_new_tokens
         is_only = all(n_held(s, tokens) < len(tokens) for s in slots if s is not slot)
-        is_found = is_pinned or len(tokens) > MIN_SIMILARITY * n_most
-        goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule, pays)
-        if n_most < n_ctx and is_only and is_found and goes_on:
+        is_similar = is_pinned or len(tokens) > MIN_SIMILARITY * n_most
+        needs_no_plan = _gains_nothing_elsewhere(conversation, n_new, content, rule, pays)
+        if n_most < n_ctx and is_only and is_similar and needs_no_plan:
             return slot
     return None
 
@@ -240,10 +237,10 @@ def _gains_nothing_elsewhere(
 ) -> bool:
     """Return whether neither a stop nor a restore can help a request with so many new messages.
 
-    The new messages must be one answer and the results of its tool calls; or one answer and a short user
-    message. In the second case templates drop the reasoning of the turn before, and the prompt differs from
-    the slot's tokens at the turn start. Wherever a file can be continued before that, the slot must be as
-    well. Under *end only* there is a stop wherever another file pays.
+    The new messages must be one answer and the results of its tool calls, or one answer and a short user
+    message. In the second case templates drop the reasoning of the turn before, so the prompt differs from
+    the slot's tokens at the turn start. If a file can be continued before that, the slot must be as well.
+    Under *end only* there is a stop wherever another file pays.
     """
     answer, *others = conversation.roles[-n_new:]
     is_step = answer == "assistant" and "assistant" not in others

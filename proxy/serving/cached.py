@@ -342,7 +342,7 @@ class CachedRequest:
                 content = TAINTED if self._must_erase() else held
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
-            process.slots.set_content(slot_id, planning.as_kept(self._request, content))
+            process.slots.set_content(slot_id, planning.as_left_by(self._request, content))
             winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
 
@@ -357,7 +357,7 @@ class CachedRequest:
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, planning.as_kept(self._request, held))
+        process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -398,7 +398,7 @@ class CachedRequest:
                 process.slots[slot_id].has_answered = True
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
-                process.slots.set_content(slot_id, planning.as_kept(self._request, held))
+                process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
             self._save_now()
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)

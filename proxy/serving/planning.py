@@ -1,4 +1,4 @@
-"""The situation of a plan: slots, checkpoints, rates, and states that are about to be saved."""
+"""Plans of requests to one process: the situation that a plan is made for, and plans without a choice."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
 
 
 def has_file(process: Process, prompt: Prompt, n_saved: int) -> bool:
-    """Return whether a file still ends with the first *n_saved* tokens of a prompt, or later in it."""
+    """Return whether a stored state ends within a prompt, behind its first *n_saved* tokens or later."""
     found, _ = look_up(process, prompt)
     return any(c.n_common == c.checkpoint.n_tokens >= n_saved for c in found)
 
@@ -161,7 +161,7 @@ def evaluation_size(
     return n_tokens - n_reused, seconds
 
 
-def as_kept(request: Request, content: Content) -> Content:
+def as_left_by(request: Request, content: Content) -> Content:
     """Return a slot's content, marked as not to be saved after a side call or under no_store."""
     if isinstance(content, Known) and request.kind is Kind.SIDE:
         return replace(content, is_aside=True)
@@ -176,8 +176,8 @@ def as_kept(request: Request, content: Content) -> Content:
 def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
     """Return the state that is saved before another request takes its slot, None if there is none.
 
-    Of an abandoned request's slot the save tells what it holds: that need not be restored then, and may
-    have points anywhere.
+    If the slot's request was abandoned, only the save will tell what the slot holds, and the next request
+    can go on there at once: so the state has no size, and points everywhere.
     """
     content, is_whole = process.slots[slot_id].content, process.rule.is_any_prefix
     if isinstance(content, Unknown) and content.likely and content.tenant:

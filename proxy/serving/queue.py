@@ -292,7 +292,7 @@ class SlotQueue:
 
     @contextmanager
     def announced(self, state: ExpectedState | None) -> Iterator[None]:
-        """Let others wait for a state while the block runs; after it the state is there, or never comes."""
+        """Let requests wait for a state until the block ends: then the state is there, or never comes."""
         expected = [state] if state else []
         self.expected += expected
         try:

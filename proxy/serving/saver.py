@@ -71,12 +71,12 @@ class SavedSlot:
         )
 
 
-_GUESS_SHARE = 16
+_GUESS_SHARE = 1 / 16
 _GUESS_BYTES = 256 << 20
-"""A model's first state reserves this part of the budget, but no more than so many bytes, and no more than
+"""A model's first state reserves this share of the budget, but no more than so many bytes, and no more than
 half of the bytes that are free or may be written. The file then tells the real size."""
-_MOST_SHARE = 2
-"""An extrapolated size reserves no more than this part of the budget. The file then tells the real size."""
+_MOST_SHARE = 1 / 2
+"""An extrapolated size reserves no more than this share of the budget. Then the file tells its size."""
 
 
 class Saver:
@@ -149,7 +149,7 @@ class Saver:
         process.n_written_points = max(process.n_written_points, size.n_points)
         process.n_loaded_points = max(process.n_loaded_points, size.n_points)
         process.rates = process.rates.after_save(n_bytes, seconds)
-        with self._refusals_told():
+        with self._telling_of_room():
             await process.store.settle(name, n_bytes)
         return saved
 
@@ -206,10 +206,13 @@ class Saver:
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, wanted <= set(saved.state.restore_points)
 
-    def contradiction(
+    def learn_from_file(
         self, content: Content, state: StateFile, is_just_predicted: bool
     ) -> str | None:
-        """Return why a saved file is not what the slot was expected to hold; None if it is."""
+        """Return why a saved file is not what the slot was expected to hold; None if it is.
+
+        Notes what follows for the process: how many points its slots keep, drift, a wrong tokenization.
+        """
         if state.n_media or -1 in state.tokens:
             return "the slot holds media"
         if not isinstance(content, Known):
@@ -262,7 +265,7 @@ class Saver:
 
     @asynccontextmanager
     async def _reserved(self, claim: saving.Claim) -> AsyncIterator[str]:
-        with self._refusals_told():
+        with self._telling_of_room():
             name = await self._process.store.reserve(claim)
         try:
             yield name
@@ -270,7 +273,8 @@ class Saver:
             await self._process.store.discard(name)
 
     @contextmanager
-    def _refusals_told(self) -> Iterator[None]:
+    def _telling_of_room(self) -> Iterator[None]:
+        """Let /health tell of a NoRoom that leaves the block, or that there is room again."""
         try:
             yield
         except errors.NoRoom as refusal:
@@ -291,13 +295,13 @@ class Saver:
         expected = saving.expected_bytes(sizes, *extent) if extent else None
         if expected is None:
             return min(largest_seen, max_bytes)
-        return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
+        return min(expected, max(largest_seen, int(max_bytes * _MOST_SHARE)))
 
     def _guess_bytes(self, max_bytes: int) -> int:
         store = self._process.store
         free_bytes, left_bytes = store.files.free_bytes(), store.writes.left_bytes
         may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
-        return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
+        return min(int(max_bytes * _GUESS_SHARE), _GUESS_BYTES, may_write_bytes // 2)
 
     def _sizes(self) -> list[saving.StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""

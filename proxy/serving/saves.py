@@ -83,7 +83,7 @@ class SlotSaves:
                         if not is_used:
                             _set_done(free)
                         saved = await saver.check(name, *written)
-                        if why := saver.contradiction(before, saved.state, is_just_predicted):
+                        if why := saver.learn_from_file(before, saved.state, is_just_predicted):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)

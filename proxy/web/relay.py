@@ -118,17 +118,17 @@ class Exchange:
         if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
             return await self._refuse_in_stream(waiting)
         self._told = self._report.told(request) if request else Told()
-        lines, whole = edits_of(self.path, answer, request, self._told)
-        edited: tuple[bytes, bytes] | None = None
+        stream_edit, edit = edits_of(self.path, answer, request, self._told)
+        edited: tuple[bytes, bytes] | None = None  # the whole body, and what the client gets of it
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
-        if whole or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
+        if edit or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
             body = await answer.read()
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             if answer.status == 500:
                 self._look_for_cells(body)
-            edited = body, whole(body) if whole else body
+            edited = body, (edit(body) if edit else body)
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)
@@ -136,16 +136,16 @@ class Exchange:
         content_type = answer.headers.get("Content-Type", "")
         keeps_text = request is not None and request.keeps_text
         self._reader = AnswerReader(content_type, route, keeps_text=keeps_text)
-        return await self._pass_on(target, lines, edited)
+        return await self._pass_on(target, stream_edit, edited)
 
     async def _pass_on(
-        self, target: Target, lines: StreamEdit | None, edited: tuple[bytes, bytes] | None
+        self, target: Target, edit: StreamEdit | None, edited: tuple[bytes, bytes] | None
     ) -> Answer:
         """Write the answer to the client, and read facts from it."""
         answer, reader = self._answer, self._reader
         try:
             if edited is None:
-                await self._pass_on_as_it_comes(target, lines)
+                await self._pass_on_as_it_comes(target, edit)
             else:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
                 self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
@@ -172,7 +172,7 @@ class Exchange:
         timings, calls = reader.timings(), reader.calls()
         return Answer(answer.status, timings, self._first_token_at, calls=calls, said=reader.said)
 
-    async def _pass_on_as_it_comes(self, target: Target, lines: StreamEdit | None) -> None:
+    async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
 
         The connection's own callback passes data on: waking a task for each event would take longer than
@@ -190,9 +190,9 @@ class Exchange:
                         raise aiohttp.ClientPayloadError("its process has ended")
                     if self._first_token_at is None and not self._is_in_event:
                         self._look_for_cells(chunk)
-                    self._pass_on_now(chunk, chunk if lines is None else lines.feed(chunk))
+                    self._pass_on_now(chunk, chunk if edit is None else edit.feed(chunk))
                 if content.at_eof():
-                    self._pass_on_now(b"", b"" if lines is None else lines.finish())
+                    self._pass_on_now(b"", b"" if edit is None else edit.finish())
                     passed.set_result(None)
             except Exception as error:
                 passed.set_exception(error)
