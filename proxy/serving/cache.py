@@ -70,13 +70,13 @@ class Cache:
         seconds = rates.evaluation_seconds(0, n_bytes // BYTES_PER_TOKEN)
         if rates.is_measured and seconds > _LOOKING_SECONDS:
             return False
-        if not self._understand(process, request) or not (conversation := request.conversation):
+        if not self._to_chat_form(process, request) or not (conversation := request.conversation):
             return False
         return choose_slot_for_brief(process.slots, conversation, request.namespace) is not None
 
     async def _extends(self, process: Process, request: Request) -> bool:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
-        if not self._understand(process, request) or not (conversation := request.conversation):
+        if not self._to_chat_form(process, request) or not (conversation := request.conversation):
             return False
         rule = process.rule
         if NO_READ in request.wishes or (rule.is_end_only and _is_wanted(request)):
@@ -180,7 +180,7 @@ class Cache:
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Read the tokens that llama-server will evaluate; without a prompt `request.why` says why."""
         request.prompt = None
-        if not self._understand(process, request) or request.chat is None:
+        if not self._to_chat_form(process, request) or request.chat is None:
             return
         process.journal.note_chat(request)
         try:
@@ -202,7 +202,7 @@ class Cache:
         prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
         request.prompt = replace(prompt, is_wanted=_is_wanted(request))
 
-    def _understand(self, process: Process, request: Request) -> bool:
+    def _to_chat_form(self, process: Process, request: Request) -> bool:
         """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read.
 
         Raises WillBeRefused if it has images or sounds that the model does not take.

@@ -161,6 +161,8 @@ class Launches:
 
             async def wait() -> None:
                 others = {} if self._process.clears_idle_slots else self._evaluations
+                # Those with which this prompt fills more than a physical batch, unless they are longer and
+                # fill more than a batch.
                 least, most = UBATCH_TOKENS - n_tokens, max(n_tokens, _BATCH_TOKENS - n_tokens)
                 before = [over for over, n in others.items() if least < n <= most]
 

@@ -406,7 +406,7 @@ def _faults() -> Iterator[None]:
 # (kill -9) are copied into a new file by a separate process, which a damaged page may end.
 
 
-_SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
+_VALUE_BYTES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
 _EXIT_DAMAGED = 65
@@ -474,7 +474,7 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
             database = old.open_db(name, create=False)  # a new index may lack it
             with old.begin(db=database) as txn:
                 for key, value in txn.cursor():
-                    has_size = len(value) == _SIZES.get(name, len(value))
+                    has_size = len(value) == _VALUE_BYTES.get(name, len(value))
                     if not has_size or not 0 < len(key) <= old.max_key_size():
                         raise lmdb.CorruptedError("an entry has another size")
                     yield key, value

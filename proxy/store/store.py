@@ -32,7 +32,7 @@ N_NEWEST = 100
 
 
 class CheckpointStore(Catalogue):
-    """All checkpoints under one --slot-save-path."""
+    """All checkpoints under one --slot-save-path; the Catalogue has what neither waits nor needs files."""
 
     def __init__(self, directory: Path, max_bytes: int, max_write_bytes_per_day: int = 0) -> None:
         """Lock and open the store in *directory*, and bring it within *max_bytes*.
@@ -52,7 +52,7 @@ class CheckpointStore(Catalogue):
             swept = self._directory.sweep()
             super().__init__(self._directory.index)
             self.writes = Budget(max_bytes, max_write_bytes_per_day, self.index)
-            self.report = self._reported(*swept)
+            self.report = self._make_fit(*swept)
             for checkpoint in reversed([*self.newest(N_NEWEST)]):
                 if self.files.is_cached(checkpoint.file_name):
                     self.note_read(checkpoint)
@@ -65,7 +65,7 @@ class CheckpointStore(Catalogue):
         # LMDB allows one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _reported(self, n_entries: int, n_files: int, ignored: list[str]) -> dict[str, object]:
+    def _make_fit(self, n_entries: int, n_files: int, ignored: list[str]) -> dict[str, object]:
         """Bring the store within its budget; return the numbers of checkpoints found and removed."""
         n_over = 0 if self.files.is_readonly else self.size_bytes - self.writes.max_bytes
         victims = self.victims(n_over, Present(time.time()))
@@ -271,7 +271,10 @@ class CheckpointStore(Catalogue):
         A file whose stamp has changed since it was *checked* counts as not verified. Raises StoreFault if
         either fails, or if an ancestor of the state was found damaged meanwhile.
         """
-        hashes = hash_prefixes(checkpoint.namespace, tokens)
+        hashes, newer = hash_prefixes(checkpoint.namespace, tokens), self._newer()
+
+        def is_damaged() -> bool:
+            return not self._damaged.isdisjoint(checkpoint.ancestors)
 
         def enter(stamp: FileStamp) -> None:
             if checked is None or stamp[:3] == checked[:3]:  # a new name changes the ctime
@@ -284,10 +287,6 @@ class CheckpointStore(Catalogue):
             if is_damaged():
                 self.quarantine(checkpoint)
 
-        def is_damaged() -> bool:
-            return not self._damaged.isdisjoint(checkpoint.ancestors)
-
-        newer = self._newer()
         work = partial(self._directory.commit, (checkpoint, tokens, hashes), newer)
         await self.write(work, then=enter)
         if is_damaged():
