@@ -213,26 +213,10 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     return _plan(prompt, now, [best, *options], shared)
 
 
-def _has_brief(slot: Slot, prompt: Prompt) -> bool:
-    """Return whether a prompt goes on with the brief chat that a slot holds, whose tokens were not read."""
-    content = slot.content
-    if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
-        return False
-    return bool(content.brief) and prompt.conversation.startswith(content.brief)
-
-
-def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan:
-    """Return the plan of a request that was sent to continue *slot* before its prompt was read."""
-    n_common = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
-    n_reused, n_at_most = live_reuse(rule, slot.content, n_common, prompt.n_tokens)
-    seconds = rates.evaluation_seconds(n_reused, prompt.n_tokens)
-    branch = branch_of(rule, n_common, prompt.n_tokens, n_reused)
-    return Plan(
-        Start(slot.id, n_reused, n_at_most, seconds=seconds),
-        cuts=replace(prompt.cuts, branch=branch),
-        why=Why.EXTENDS,
-        n_shared=n_common,
-    )
+def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
+    """Return the start of a prompt that does not fit the context: the slot is erased only if it must be."""
+    must_be = must_be_erased(now.rule, slot.content, prompt.namespace, n_common)
+    return next(starts(prompt, now, slot, n_common)) if must_be else Start(slot.id)
 
 
 def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
@@ -241,10 +225,10 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     erases = erases or _may_keep_first_token(prompt, now.rule, slot, n_common)
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
-    displacement = displace(prompt, now, slot, n_common, n_reused)
+    displacement = displacement_by(prompt, now, slot, n_common, n_reused)
     seconds = rates.evaluation_seconds(n_reused, n_prompt)
     yield Start(slot.id, n_reused, n_at_most, None, seconds, displacement, erases)
-    displacement = displace(prompt, now, slot, n_common, None)
+    displacement = displacement_by(prompt, now, slot, n_common, None)
     for candidate in now.candidates:
         checkpoint, n_at_most = candidate.checkpoint, min(candidate.n_common, n_prompt - 1)
         n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, n_prompt)
@@ -267,13 +251,15 @@ def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int)
     return content.likely is None or not common_prefix_length(content.likely, prompt.tokens)
 
 
-def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
-    """Return the start of a prompt that does not fit the context: the slot is erased only if it must be."""
-    must_be = must_be_erased(now.rule, slot.content, prompt.namespace, n_common)
-    return next(starts(prompt, now, slot, n_common)) if must_be else Start(slot.id)
+def _has_brief(slot: Slot, prompt: Prompt) -> bool:
+    """Return whether a prompt goes on with the brief chat that a slot holds, whose tokens were not read."""
+    content = slot.content
+    if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
+        return False
+    return bool(content.brief) and prompt.conversation.startswith(content.brief)
 
 
-def displace(
+def displacement_by(
     prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
 ) -> Displacement:
     """Return what the conversation in *slot*, which shares *n_common* tokens, loses if *prompt* takes the
@@ -345,14 +331,6 @@ def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
     return live_reuse(now.rule, content, n_common, prompt.n_tokens)[0]
 
 
-def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
-    """Return how many tokens of a state that is about to be saved a prompt can reuse."""
-    if state.namespace != prompt.namespace:
-        return 0
-    n_common = common_prefix_length(state.tokens, prompt.tokens)
-    return usable_tokens(rule, state, n_common, prompt.n_tokens)
-
-
 def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: Start) -> bool:
     """Return whether to wait for an expected state: it saves more than *best* for little or no delay."""
     n_usable = expected_tokens(prompt, now.rule, state)
@@ -361,6 +339,14 @@ def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: 
     seconds += now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
     is_longer = n_usable > best.n_reused + WORTH_WAITING_TOKENS
     return is_longer and seconds < WORTH_WAITING_SHARE * best.seconds
+
+
+def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
+    """Return how many tokens of a state that is about to be saved a prompt can reuse."""
+    if state.namespace != prompt.namespace:
+        return 0
+    n_common = common_prefix_length(state.tokens, prompt.tokens)
+    return usable_tokens(rule, state, n_common, prompt.n_tokens)
 
 
 def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[SlotId, int]) -> Plan:
@@ -419,6 +405,20 @@ def _why(rule: Rule, options: list[Start]) -> Why:
     if n_stored:
         return Why.NOTHING_WORTH_IT
     return Why.NOTHING_FOUND if rule.can_restore else Why.NOTHING_RESTORABLE
+
+
+def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan:
+    """Return the plan of a request that was sent to continue *slot* before its prompt was read."""
+    n_common = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+    n_reused, n_at_most = live_reuse(rule, slot.content, n_common, prompt.n_tokens)
+    seconds = rates.evaluation_seconds(n_reused, prompt.n_tokens)
+    branch = branch_of(rule, n_common, prompt.n_tokens, n_reused)
+    return Plan(
+        Start(slot.id, n_reused, n_at_most, seconds=seconds),
+        cuts=replace(prompt.cuts, branch=branch),
+        why=Why.EXTENDS,
+        n_shared=n_common,
+    )
 
 
 # The stored checkpoints that a plan considers. The caller has compared their tokens with the prompt.
