@@ -1,7 +1,7 @@
 """The values that the pure core decides about.
 
-Owns: rule, checkpoint, prompt and cut, and how a rule applies to them. Everything here is frozen; nothing
-here awaits, opens, logs or reads a clock.
+Owns: rule, checkpoint, prompt and cut, how a rule applies to them, and which namespace a model and a tenant
+have. Everything here is frozen; nothing here awaits, opens, logs or reads a clock.
 """
 
 from bisect import bisect_right

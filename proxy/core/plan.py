@@ -262,10 +262,9 @@ def _has_brief(slot: Slot, prompt: Prompt) -> bool:
 def displacement_by(
     prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
 ) -> Displacement:
-    """Return what the conversation in *slot*, which shares *n_common* tokens, loses if *prompt* takes the
-    slot.
+    """Return what the conversation in *slot* loses if *prompt*, which shares *n_common* tokens, takes it.
 
-    The prompt reuses *n_reused* tokens of the content; None: a checkpoint is restored over it.
+    The prompt reuses *n_reused* of these tokens; None: a checkpoint is restored over the slot.
     """
     content, rates = slot.content, now.rates
     if not isinstance(content, Known) or content.is_aside:

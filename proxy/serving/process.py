@@ -99,7 +99,7 @@ class Process(ServerServices):
     clears_idle_slots: bool | None = None
     """Whether a slot that starts empties idle slots; None if the attach could not tell."""
 
-    # What is learned from saves, restores and answers.
+    # What is learned from saves (`Saver`), and from restores and answers (`CachedRequest`, `planning`).
     rule: Rule = NO_RULE
     n_contradictions: int = 0  # restores since that were refused, or reused less than the rule says
     n_contradictions_allowed: int = 2
