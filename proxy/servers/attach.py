@@ -148,6 +148,7 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
 
 
 async def _identify(process: Process, props: Props, launch: Launch) -> None:
+    """Save what the slots hold, learn namespace and rule in an empty slot, and commit what was saved."""
     with suppress(UpstreamRefused):  # --no-slots: a save of a busy slot just waits for it
         for status in await process.upstream.slots():
             if status.is_processing:

@@ -306,6 +306,7 @@ class Server(Watched):
             self.upstream.cut_silent(CUT_SECONDS)
 
     async def _follow(self, props: Props, epoch: int) -> None:
+        """Attach if another process answers, or if the last attach found no way to cache some time ago."""
         self._is_starting = False
         if props.total_slots < 1:
             kind = DegradationKind.NOT_A_LLAMA_SERVER

@@ -65,7 +65,7 @@ class CachedRequest:
         self._prompt = request.prompt
         self._body = request.body
         self._kept = ExitStack()
-        """Until the slot is prepared: no eviction of the checkpoint that is, or would now be, restored."""
+        """Ends when the slot is prepared: keeps the checkpoint to restore, and announces the first save."""
 
     @property
     def _plan(self) -> Plan:
@@ -116,7 +116,7 @@ class CachedRequest:
                 self._reading.cancel()  # reading writes into the request, which may begin again
             is_away = isinstance(error, errors.ServerAway) and not error.has_ended
             if is_away and self._extended and process.queue.is_closed:
-                raise errors.replaced() from error  # it was withdrawn
+                raise errors.replaced() from error  # withdrawn, because another process answers
             self._abandon(is_emptied=isinstance(error, errors.OutOfCells) and self._is_placed)
             if await self._may_be_our_fault(error):
                 # No suspect is left, so the request may be tried again.

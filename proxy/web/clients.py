@@ -87,10 +87,10 @@ class Front:
             raise ProxyError(message, 403)
         headers = end_to_end(incoming.headers)
         content: Body = incoming.content if incoming.body_exists else None
-        counts = self.aliases and requests.counts_tokens(incoming.method, path)
-        if counts or (incoming.method == "POST" and self.pool.has_models):
+        counts_tokens = self.aliases and requests.counts_tokens(incoming.method, path)
+        if counts_tokens or (incoming.method == "POST" and self.pool.has_models):
             content = await self._read_body(incoming)
-            headers.popall("Content-Length", None)
+            headers.popall("Content-Length", None)  # an alias may have changed it
             if may_load and not model:
                 model = requests.model_named(content, requests.parse_body(content))
         keys = keys_of(incoming.headers)
