@@ -134,8 +134,7 @@ class Pool(Addresses):
             if away.was_sent:
                 raise
             # If llama-server ended over a saved state, that state is quarantined now.
-            is_gone = process.queue.is_closed or away.has_ended or await process.has_ended()
-            if not is_gone:
+            if not (process.queue.is_closed or away.has_ended or await process.has_ended()):
                 raise
             await server.is_lost()
             return False

@@ -28,6 +28,7 @@ class SlotSaves:
         self._table = process.slots
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
+        """What slots held when there was no room to save it, and the same, marked as given up."""
         self.locks = [asyncio.Lock() for _ in process.slots]
         """Locked from the beginning of a slot's save until its file is committed."""
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
@@ -59,11 +60,11 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
-        Other requests can wait for the state. Never raises a CacheFault: a failed save hurts no request.
-        *is_just_predicted* says that the request which put the tokens there still has the slot. Other
-        tokens in the file then mean that the prompt was tokenized differently. *free* and *is_used* are
-        those of `begin`. A slot is saved again only when its last file is committed: a conversation's files
-        are committed in order, and requests seldom wait for that.
+        Other requests can wait for the state. A failed save raises nothing: the request that needs the slot
+        must not fail for it. *free* and *is_used* are those of `begin`. *is_just_predicted* says that the
+        request which put the tokens there still has the slot: other tokens in the file then mean that the
+        prompt was tokenized differently. A slot is saved again only when its last file is committed: a
+        conversation's files are committed in order, and requests seldom wait for that.
         """
         async with self.locks[slot_id]:
             process, saver = self._process, self._process.saver
@@ -94,15 +95,8 @@ class SlotSaves:
                 held = self._give_up(slot_id, held, before)
                 if isinstance(error, NoRoom):
                     self._postponed[slot_id] = before, held
-                    return None
-                # The request that needs the slot must not fail because the slot could not be saved.
-                if isinstance(error, UpstreamLost):
-                    await process.quarantine_suspects(slot_id, is_saving=True)
-                self._metrics.saves.labels("failed").inc()
-                if isinstance(error, CacheFault):
-                    process.faults.count("save")  # /health tells of it
                 else:
-                    process.faults.record("save", error)
+                    await self._note_failure(slot_id, error)
                 return None
 
     async def _cut_back(self, slot_id: SlotId) -> Content:
@@ -188,8 +182,17 @@ class SlotSaves:
             self._table.refine(slot_id, held, content)
         return content
 
+    async def _note_failure(self, slot_id: SlotId, error: Exception) -> None:
+        if isinstance(error, UpstreamLost):
+            await self._process.quarantine_suspects(slot_id, is_saving=True)
+        self._metrics.saves.labels("failed").inc()
+        if isinstance(error, CacheFault):
+            self._process.faults.count("save")  # /health tells of it
+        else:
+            self._process.faults.record("save", error)
+
     def take_up_postponed(self) -> None:
-        """Make saves due again that there was no room for, where the slot still holds the same."""
+        """Make postponed saves due again where the slot still holds the same."""
         for slot_id, (before, given_up) in self._postponed.items():
             if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
                 self._table.set_content(slot_id, before)

@@ -251,8 +251,7 @@ class Exchange:
             raise OutOfCells("llama-server: Context size has been exceeded")
 
     async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
-        incoming, answer = self.incoming, self._answer
-        headers = end_to_end(answer.headers)
+        incoming, answer, headers = self.incoming, self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
         if answer.status == 200 and self.request and self.request.warms == "stream":
