@@ -125,11 +125,11 @@ def open_tier(settings: Settings, shared: Services) -> "Tier | None":
     from proxy.shared.tier import Tier
 
     (bucket, sealing), limits = opened, parse_shared_store(settings.shared_store)[2]
-    seen = shared.metrics, shared.everywhere, shared.faults
+    seen = shared.metrics, shared.all_degradations, shared.faults
     try:
         return Tier(Remote(store, bucket, sealing, shared.present, *seen), limits)
     except StoreFault as fault:
-        shared.everywhere.begin(DegradationKind.SHARED_STORE_AWAY, str(fault))
+        shared.all_degradations.begin(DegradationKind.SHARED_STORE_AWAY, str(fault))
         return None
 
 
@@ -261,7 +261,7 @@ def set_gauges(shared: Services, pool: Pool) -> None:
     metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
     metrics.waiting_requests.set(pool.n_waiting)
     for state in State:
-        metrics.state.labels(state).set(shared.everywhere.state is state)
+        metrics.state.labels(state).set(shared.all_degradations.state is state)
     slots = Counter(state_of(slot) for process in processes for slot in process.slots)
     for held in SLOT_STATES:
         metrics.slots.labels(held).set(slots[held])
@@ -301,7 +301,7 @@ def count_evictions(shared: Services, store: CheckpointStore) -> None:
         if shared.tier:
             shared.tier.uploads.note_removed(checkpoint, reason)
         if checkpoint.quarantine:
-            note_quarantined(shared.everywhere, store.quarantined)
+            note_quarantined(shared.all_degradations, store.quarantined)
         get_logger("store").info(
             "checkpoint removed",
             reason=reason.value,

@@ -142,7 +142,7 @@ class Pool(Addresses):
 
     async def _serve_unplaced(self, server: Server, request: Request, may_reload: bool) -> bool:
         """Forward to a llama-server that is not attached; return False if the request begins again."""
-        request.begin(server.services.where)
+        request.begin(server.services.server_name)
         try:
             await self._watched(server, request, request.send(server.upstream, request.raw))
         except ServerAway as away:

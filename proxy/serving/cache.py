@@ -44,7 +44,7 @@ class Cache:
         A request that *may_extend* what a slot holds, and plainly does, is read later, beside its answer.
         Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
-        request.begin(process.where, process.tenant_namespace(request.tenant))
+        request.begin(process.server_name, process.tenant_namespace(request.tenant))
         await admit(process, request)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
@@ -123,7 +123,7 @@ class Cache:
         if not await process.is_current():
             raise replaced()
         await note_tenant(process, request)
-        request.server, request.namespace = process.where, namespace
+        request.server, request.namespace = process.server_name, namespace
 
     async def serve(self, process: Process, request: Request) -> None:
         """Serve a request that was read.

@@ -471,7 +471,7 @@ class Process(ServerServices):
             # Until its next start the proxy does not offer the suspects.
             self.faults.record("quarantine", fault)
         finally:
-            note_quarantined(self.everywhere, self.store.quarantined)
+            note_quarantined(self.all_degradations, self.store.quarantined)
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
             if self.tier:

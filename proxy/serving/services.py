@@ -31,7 +31,7 @@ class Services:
     opened_store: CheckpointStore | None
     metrics: Metrics
     faults: Faults
-    everywhere: Degradations
+    all_degradations: Degradations
     report: Report
     journal: Journal
     tasks: Tasks
@@ -43,10 +43,10 @@ class Services:
     tier: "Tier | None" = field(default=None, kw_only=True)
     """What other machines share with this one, if anything."""
 
-    def of(self, upstream: LlamaServer, where: str) -> "ServerServices":
-        """Return the services of one llama-server; *where* is its name, empty if there is only one."""
-        here = self.everywhere.at(where)
-        return ServerServices(**vars(self), upstream=upstream, degradations=here, where=where)
+    def of(self, upstream: LlamaServer, name: str) -> "ServerServices":
+        """Return the services of one llama-server; its *name* is empty if there is only one."""
+        here = self.all_degradations.at(name)
+        return ServerServices(**vars(self), upstream=upstream, degradations=here, server_name=name)
 
     @property
     def store(self) -> CheckpointStore:
@@ -79,11 +79,11 @@ def new_shared(
 
 @dataclass(eq=False)
 class ServerServices(Services):
-    """The services of one llama-server, whichever process of it runs; `where` is as in `of`."""
+    """The services of one llama-server, whichever process of it runs."""
 
     upstream: LlamaServer
     degradations: Degradations
-    where: str
+    server_name: str
 
 
 def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:

@@ -371,7 +371,7 @@ def status_of(shared: Services, pool: Pool) -> dict[str, Any]:
 
     /health, the live page and `stats` all show these facts. `servers` are the attached llama-servers.
     """
-    degradations, store = shared.everywhere, shared.opened_store
+    degradations, store = shared.all_degradations, shared.opened_store
     return {
         "listen": pool.settings.listen,
         "state": degradations.state,

@@ -126,7 +126,7 @@ class LivePage:
             if any(slot.is_leased for slot in process.slots):
                 with suppress(UpstreamFault):  # the build does not tell it, or llama-server is gone
                     for status in await process.upstream.slots():
-                        self._progress[process.where, status.id] = status
+                        self._progress[process.server_name, status.id] = status
 
     def _flight(self, request: Request) -> dict[str, Any]:
         """Return a request that has not ended; `phase` names its wait or its work.
@@ -157,7 +157,7 @@ class LivePage:
         }
 
     def _phase(self, request: Request) -> str:
-        process = next((p for p in self._pool.processes if p.where == request.server), None)
+        process = next((p for p in self._pool.processes if p.server_name == request.server), None)
         if request.answer is not None:
             return "ends"
         if request.answering.is_set():

@@ -29,7 +29,7 @@ class Running(app.Running):
 
     @property
     def degradations(self) -> Degradations:
-        return self.shared.everywhere
+        return self.shared.all_degradations
 
 
 @asynccontextmanager
