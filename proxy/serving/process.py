@@ -101,7 +101,7 @@ class Process(ServerServices):
 
     # What is learned from saves (`Saver`), and from restores and answers (`CachedRequest`, `planning`).
     rule: Rule = NO_RULE
-    n_contradictions: int = 0  # restores since that were refused, or reused less than the rule says
+    n_contradictions: int = 0  # restores that were refused, or reused less than the rule says
     n_contradictions_allowed: int = 2
     rates: Rates = field(default_factory=Rates)
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=MAX_SIZES))

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -52,6 +52,13 @@ class _RenderedPrompt:
     tokens: TokenIds
     body: GenerationBody
     headers: Headers
+
+
+class _Shared(NamedTuple):
+    """How much a prompt shares with another rendering; no characters if a token straddles their end."""
+
+    n_tokens: int
+    n_characters: int
 
 
 class PromptReader:
@@ -129,7 +136,7 @@ class PromptReader:
             self._turns[key] = tokens[:message_end]
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
             head = with_messages(body, messages)
-            self._turns[key] = tokens[: (await self._cut_before(rendering, head))[0]]
+            self._turns[key] = tokens[: (await self._compare(rendering, head)).n_tokens]
         return replace(cuts, turn_start=_length_if_prefix(self._turns.get(key), tokens))
 
     async def _header_end(self, rendering: _RenderedPrompt) -> int:
@@ -168,14 +175,14 @@ class PromptReader:
         if not is_wanted and not rule.is_end_only:
             return 0
         body, n_own = rendering.body, own_point(len(rendering.tokens))
-        plain = partial(self._cut_before, rendering, with_messages(body, body.messages))
+        plain = partial(self._compare, rendering, with_messages(body, body.messages))
         n_end = await self._cut_at_ending(rendering, b"end", "", plain)
         n_end = min(n_end, len(rendering.tokens) - 1)
         if rule.is_end_only or n_own <= n_end:
             return n_end
         added = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
         answered = with_messages(body, [*body.messages, *added])
-        find = partial(self._cut_before, rendering, answered)
+        find = partial(self._compare, rendering, answered)
         return max(n_end, min(n_own, await self._cut_at_ending(rendering, b"answer", "", find)))
 
     async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
@@ -193,11 +200,11 @@ class PromptReader:
         if _is_first_message(body, newest) and not has_several:
             return 0
         others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
-        find = partial(self._shared_with, rendering, newest, others)
+        find = partial(self._compare_replaced, rendering, newest, others)
         part, name = (message["content"][-1], "text") if has_several else (message, "content")
         if own := text_of(part, name):
             return await self._cut_at_ending(rendering, b"own", own, find)
-        return (await find())[0]
+        return (await find()).n_tokens
 
     async def _surroundings_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first user message's leading reminder ends; 0 if it begins with none.
@@ -216,18 +223,18 @@ class PromptReader:
             return 0
         contents = ([first, {"type": "text", "text": text}] for text in _OTHER_TEXTS)
         others = [{**message, "content": content} for content in contents]
-        return (await self._shared_with(rendering, newest, others))[0]
+        return (await self._compare_replaced(rendering, newest, others)).n_tokens
 
     async def _cut_at_ending(
         self,
         rendering: _RenderedPrompt,
         kind: bytes,
         own: str,
-        find: Callable[[], Awaitable[tuple[int, int]]],
+        find: Callable[[], Awaitable[_Shared]],
     ) -> int:
         """Return how many tokens come before a prompt's ending: *own* text, then text of the template.
 
-        The template's text is learned once, from *find*, which renders and returns as `_cut_before` does.
+        The template's text is learned once, from *find*, which renders and returns as `_compare` does.
         After that nothing is rendered for requests that end alike.
         """
         text, messages = rendering.text, rendering.body.messages
@@ -242,33 +249,27 @@ class PromptReader:
             self._endings[key] = text[n_characters + len(own) :]
         return n_cut
 
-    async def _shared_with(
+    async def _compare_replaced(
         self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
-    ) -> tuple[int, int]:
-        """Return how many tokens and characters the prompt shares with renderings of *others* at *index*.
-
-        Each of *others* replaces the message there; the least is returned.
-        """
+    ) -> _Shared:
+        """Return the least that the prompt shares with renderings of one of *others* at *index*."""
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
         bodies = [with_messages(body, [*before, other, *behind]) for other in others]
-        return min([await self._cut_before(rendering, other) for other in bodies])
+        return min([await self._compare(rendering, other) for other in bodies])
 
-    async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> tuple[int, int]:
-        """Return how many tokens and characters the prompt shares with the rendering of the body *other*.
-
-        The characters are 0 if a token straddles the point where the two differ.
-        """
+    async def _compare(self, rendering: _RenderedPrompt, other: bytes) -> _Shared:
+        """Return how much the prompt shares with the rendering of the body *other*."""
         try:
             other_text = await self._upstream.apply_template(other, rendering.headers)
         except UpstreamRefused:
-            return 0, 0
+            return _Shared(0, 0)
         end = common_prefix_length(rendering.text, other_text)
         if n_cut := await self._tokens_before(rendering, end):
-            return n_cut, end
+            return _Shared(n_cut, end)
         # A token straddles that point: compare the tokens of the two renderings.
         other_tokens = await self._known.tokenize(other_text, rendering.headers)
-        return common_prefix_length(rendering.tokens, other_tokens), 0
+        return _Shared(common_prefix_length(rendering.tokens, other_tokens), 0)
 
     async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
@@ -299,8 +300,8 @@ class PromptReader:
         tokens = await self._known.tokenize(text, headers)
         next_body = GenerationBody(raw, {**body.fields, "messages": messages})
         rendering = _RenderedPrompt(text, tokens, next_body, headers)
-        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [other])
-        return tokens[:n_next]
+        shared = await self._compare_replaced(rendering, len(messages) - 1, [other])
+        return tokens[: shared.n_tokens]
 
     async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
         """Return whether a prompt was tokenized wrongly; if so, later ones are tokenized as a whole.

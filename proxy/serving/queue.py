@@ -240,7 +240,7 @@ class SlotQueue:
             for overtaken in islice(self._waiting, self._waiting.index(taker)):
                 overtaken.n_overtakes_left -= 1
             self._waiting.remove(taker)
-            if taker is not waiting:
+            if taker is not waiting:  # case 3: it chooses again, among the slots that are left
                 return self._grant()
             if any(overtaken.n_overtakes_left == 0 for overtaken in declined):
                 return

@@ -67,9 +67,7 @@ class Request:
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)  # the same moment, in seconds since 1970
-    queued_at: float = (
-        0.0  # when it joined its first queue (monotonic); 0 if it has joined none yet
-    )
+    queued_at: float = 0.0  # when it joined its first queue (monotonic); 0: none yet
     raw: bytes = b""  # the body to send
     body: GenerationBody | None = None  # the same decoded, None if it is no JSON object
 
@@ -78,7 +76,7 @@ class Request:
     namespace: Namespace = _NOBODYS  # that of the tenant there
     rewrites: tuple[str, ...] = ()  # the stabilizers that changed the body
     chat: GenerationBody | None = None  # the body in the chat form
-    shape: str = ""  # which kind of form that is
+    shape: str = ""  # its path, last role and fields: what is excluded from the cache together
     kind: Kind = Kind.NONE  # how it relates to earlier requests
     conversation: Conversation | None = None  # its messages as digests
     extends: Known | None = None
