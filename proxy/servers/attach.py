@@ -313,18 +313,18 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
 async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
     """Return the rule that the probe shows; where its file is not enough, the probe is restored."""
     state, holds_at_end, rewinds = saved.state, False, False
-    tokens, is_whole = state.tokens, state.has_every_position
+    tokens, can_be_cut = state.tokens, state.has_every_position
     process.slots.set_content(slot_id, TAINTED)
     if not state.restore_points:
         # A state that lacks positions cannot give its last token back: the prompt is one token longer.
-        longer = tokens if is_whole else tokens + tokens[:1]
+        longer = tokens if can_be_cut else tokens + tokens[:1]
         holds_at_end = await _reused(process, slot_id, saved, longer) == len(longer) - 1
-        if holds_at_end and is_whole:
+        if holds_at_end and can_be_cut:
             branching = tokens[: len(tokens) // 2 + 1] + tokens[:1]
             rewinds = await _reused(process, slot_id, saved, branching) == len(branching) - 1
     rule = model.derive(
         has_points=bool(state.restore_points),
-        has_every_position=is_whole,
+        has_every_position=can_be_cut,
         holds_at_end=holds_at_end,
         rewinds=rewinds,
     )

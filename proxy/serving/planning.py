@@ -179,18 +179,18 @@ def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
     If the slot's request was abandoned, only the save will tell what the slot holds, and the next request
     can go on there at once: so the state has no size, and points everywhere.
     """
-    content, is_whole = process.slots[slot_id].content, process.rule.is_any_prefix
+    content, can_be_cut = process.slots[slot_id].content, process.rule.is_any_prefix
     if isinstance(content, Unknown) and content.likely and content.tenant:
         tokens, now = content.likely[:-CONTEXT_CHECKPOINT_MARGIN], time.monotonic()
         points = tuple(range(0, len(tokens), SLACK_TOKENS))
-        return ExpectedState(tokens, content.tenant, now, 0, points, is_whole)
+        return ExpectedState(tokens, content.tenant, now, 0, points, can_be_cut)
     saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
     if saved is None:
         return None
     size_bytes = state_bytes(process.sizes, saved)
     expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
     points = saved.restore_points
-    return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole)
+    return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, can_be_cut)
 
 
 def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | None:
@@ -204,5 +204,5 @@ def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | 
     seconds = plan.start.displacement.delay_seconds + rates.save_seconds(size_bytes)
     seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
     tokens, expected_at = prompt.tokens[: stop.n_tokens], time.monotonic() + seconds
-    is_whole = process.rule.is_any_prefix
-    return ExpectedState(tokens, prompt.namespace, expected_at, size_bytes, points, is_whole)
+    can_be_cut = process.rule.is_any_prefix
+    return ExpectedState(tokens, prompt.namespace, expected_at, size_bytes, points, can_be_cut)

@@ -197,8 +197,8 @@ class Saver:
                 # Copied points may make the file larger than it is: there must be room before.
                 mine = wanted & own.keys()
                 n_more = len(mine) + len(grafted) - len(own)
-                n_most = saved.state.size_bytes + n_more * max(own.values())
-                await store.settle(saved.file_name, max(saved.state.size_bytes, n_most))
+                most_bytes = saved.state.size_bytes + n_more * max(own.values())
+                await store.settle(saved.file_name, max(saved.state.size_bytes, most_bytes))
                 saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
         except errors.StateFileMalformed as fault:
             process.faults.record("thin", fault)

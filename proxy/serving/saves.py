@@ -149,9 +149,9 @@ class SlotSaves:
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
             self._table.refine(slot_id, held, in_file)
             return None
-        is_whole, ancestors = True, set(content.origin.ancestors)
+        has_wanted, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
-            saved, is_whole = await process.saver.thin(saved, content, kind, relatives, ancestors)
+            saved, has_wanted = await process.saver.thin(saved, content, kind, relatives, ancestors)
         new = saved.checkpoint(namespace, kind, content)
         family = family_of(new, state.tokens, relatives)
         title = title_of(new.title, family, relatives)
@@ -168,7 +168,7 @@ class SlotSaves:
             await process.learn_rule(rule)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)
-        for older in superseded(process.rule, checkpoint, relatives) if is_whole else ():
+        for older in superseded(process.rule, checkpoint, relatives) if has_wanted else ():
             await process.store.remove(older, Removal.SUPERSEDED)
         return checkpoint
 
