@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.core.messages import Route
 from proxy.core.model import Outcome, Rule
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
@@ -144,6 +145,34 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 NOT_JUDGED = Judgement()
+_NAMED: dict[Cause | PromptPart, tuple[str, str]] = {
+    Cause.HIT: ("", "cache_hit"),
+    Cause.FIRST_SIGHT: ("previous_message_not_found", "comparison_response_not_found"),
+    Cause.TRUNCATED_HISTORY: ("messages_changed", "context_compacted"),
+    PromptPart.TOOLS: ("tools_changed", "tools_changed"),
+    PromptPart.SYSTEM: ("system_changed", "input_changed"),
+    PromptPart.NOWHERE: ("unavailable", "unavailable"),
+}
+"""What Anthropic's API calls it, and what OpenAI's does."""
+_MESSAGES_CHANGED = ("messages_changed", "input_changed")
+
+
+def diagnostics(route: Route, judgement: Judgement, n_reused: int) -> dict[str, Any] | None:
+    """Return the diagnostics of an answer that reuses so many tokens, in the form of its API."""
+    n_missed, part = judgement.n_missed, judgement.part
+    of_messages, of_responses = _NAMED.get(judgement.cause) or _NAMED.get(part, _MESSAGES_CHANGED)
+    is_change = part is not PromptPart.NOWHERE
+    if route is Route.MESSAGES:
+        missed = {"cache_missed_input_tokens": n_missed} if is_change else {}
+        return {"cache_miss_reason": {"type": of_messages, **missed}} if of_messages else None
+    if not is_change:
+        return {"type": of_responses}
+    return {
+        "type": "cache_miss",
+        "reason": of_responses,
+        "cache_missed_tokens": n_missed,
+        "comparison_reusable_tokens": n_reused + n_missed,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,30 +8,34 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
-from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
-from cachetools import FIFOCache
 
-from proxy.core.messages import BYTES_PER_TOKEN, Chat, Kind, Route, chat_asked, kind_of
+from proxy.core.messages import Chat, Kind, chat_asked, kind_of
 from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
 from proxy.core.rates import seconds_in_words
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
+from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
-from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, judge_prompt, nearest_of
+from proxy.explain.judgement import (
+    NOT_JUDGED,
+    Account,
+    Judgement,
+    diagnostics,
+    judge_prompt,
+    nearest_of,
+)
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Matches
-from proxy.llama.answers import Diagnose
 from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 
 TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS, MAX_MISSES = 2000, 500
-MAX_PROMPTS = MAX_NAMED = 500
+MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
 _MAX_OTHERS = 16
@@ -58,14 +62,10 @@ Keep = Literal["none", "tokens", "text"]
 
 
 class Told(NamedTuple):
-    """The additions to a client's answer: a header, and the diagnostics that the client has asked for.
-
-    `on_id`, if set, is called with llama-server's id of the answer, which later requests may name.
-    """
+    """The additions to a client's answer: a header, and diagnostics in JSON, empty unless asked for."""
 
     header: str = ""
-    diagnose: Diagnose | None = None
-    on_id: Callable[[str], object] | None = None
+    diagnostics: bytes = b""
 
 
 def sums_at(today: views.Today, now: float) -> views.Today:
@@ -90,8 +90,6 @@ class Journal:
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep == "none" else MAX_PROMPTS)
         self.past = views.History(today=views.Today(since=time.time()))
         self.in_flight: dict[str, Request] = {}
-        self._named = FIFOCache[tuple[bytes, str], sketch.Named](MAX_NAMED)
-        """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
         self.traced: deque[views.TracedRequest] = deque(maxlen=MAX_REQUESTS)
         self.n_recorded = 0
@@ -143,27 +141,6 @@ class Journal:
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
         request.kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
         self._chats.append(chat._replace(kind=request.kind, words=words.rstrip("…")))
-
-    def note_named(self, tenant: bytes, new: sketch.Named, message_id: str) -> None:
-        """Keep the digests of a request under llama-server's id of its answer."""
-        self._named[tenant, message_id] = new
-
-    def compare(
-        self, tenant: bytes, message_id: str, new: sketch.Named, prompt: Prompt | None
-    ) -> sketch.Compared | None:
-        """Compare a request with the one whose answer had this id; None if that request is not known."""
-        if (old := self._named.get((tenant, message_id))) is None:
-            return None
-        changed = frozenset(sketch.changes(new, old))
-        known, explanation = self.prompts.find(old.request_id), self.explain(old.request_id)
-        sizes_bytes = sum(old.sketch.sizes) if old.sketch else 0
-        n_known = explanation and explanation.request.n_prompt or sizes_bytes // BYTES_PER_TOKEN
-        if known is not None and prompt is not None:
-            is_same = known.namespace == prompt.namespace
-            n_common = common_prefix_length(known.tokens, prompt.tokens) if is_same else 0
-            return sketch.Compared(changed, n_known, min(n_known, n_common))
-        share = sketch.share_in_common(new.sketch, old.sketch) if new.sketch and old.sketch else 0.0
-        return sketch.Compared(changed, n_known, int(share * n_known))
 
     def latest(
         self, limit: int, *, conversation: str = "", client: str = "", only_misses: bool = False
@@ -327,24 +304,15 @@ class Report:
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
-        body, route, journal = request.body, request.route, self._journal
         try:
-            told = Told(_cache_header(request))
-            if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
-                return told
-            is_asked, message_id = asked_comparison(route, body)
-            if not is_asked and route is Route.MESSAGES:
-                return told
-            read = sketch.sketch_of(request.chat.fields) if request.chat else None
-            new = sketch.named(request.id, body.fields, read)
-            told = told._replace(on_id=partial(journal.note_named, request.tenant, new))
-            if not message_id:
-                return told._replace(diagnose=lambda _: None) if is_asked else told
-            compared = journal.compare(request.tenant, message_id, new, request.prompt)
-            if route is Route.RESPONSES:
-                return told._replace(diagnose=partial(sketch.openai_diagnostics, compared))
-            diagnostics = sketch.anthropic_diagnostics(compared)
-            return told._replace(diagnose=lambda _: diagnostics)
+            foreseen, route, n_reused = request.foresee(), request.route, _n_reused(request)
+            header = _cache_header(request, foreseen.cause, n_reused)
+            named = asked_comparison(route, request.body) if request.body else None
+            if named is None:
+                return Told(header)
+            # The first request of a conversation asks, too, but names no answer.
+            found = diagnostics(route, foreseen, n_reused) if named else None
+            return Told(header, msgspec.json.encode(found))
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
             return Told()
@@ -471,14 +439,20 @@ class Report:
         }
 
 
-def _cache_header(request: "Request") -> str:
-    """Return the value of X-Prefix-Cache: the plan, because llama-server's own counts come later."""
-    cause = f"cause={request.foresee().replace(' ', '-')}"
+def _n_reused(request: "Request") -> int:
+    """Return how many tokens an answer that begins now reuses, by llama-server's word or by the plan."""
     if (account := request.account) is None:
-        return cause
+        return 0
     is_refused = account.is_degraded and account.failure is Cause.RESTORE_REFUSED
     n_planned = 0 if is_refused else account.plan.start.n_reused
-    n_reused = n_planned if account.n_reused is None else account.n_reused
+    return n_planned if account.n_reused is None else account.n_reused
+
+
+def _cache_header(request: "Request", foreseen: Cause, n_reused: int) -> str:
+    """Return the value of X-Prefix-Cache: the plan, because llama-server's own counts come later."""
+    cause = f"cause={foreseen.replace(' ', '-')}"
+    if (account := request.account) is None:
+        return cause
     is_open = request.extends or (request.prompt and request.prompt.is_before_media)
     n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"

@@ -4,13 +4,13 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
 
 from proxy.core.messages import is_system, list_of, member, text_of, without_reminders
-from proxy.core.tokens import Namespace, common_prefix_length
+from proxy.core.tokens import Namespace
 from proxy.explain.causes import PromptPart
 
 Digests: TypeAlias = "array[int]"
@@ -132,14 +132,6 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
     return costs
 
 
-def share_in_common(new: Sketch, old: Sketch) -> float:
-    """Return the estimated share of an older prompt before the first difference; tools come first."""
-    if new.tools != old.tools:
-        return 0.0
-    n_same = len(old.tools) + common_prefix_length(new.messages, old.messages)
-    return sum(old.sizes[:n_same]) / max(1, sum(old.sizes))
-
-
 def share_sent_again(new: Sketch, old: Sketch) -> float:
     """Return the estimated share of an older prompt whose tools and messages are in *new*, wherever."""
     again, parts = {*new.tools, *new.messages}, (*old.tools, *old.messages)
@@ -222,119 +214,3 @@ def _texts(content: Any) -> Iterator[str]:
     parts = list_of(content)
     texts = [content] if isinstance(content, str) else [text_of(part, "text") for part in parts]
     yield from (text.strip() for text in texts if text.strip())
-
-
-# How a request differs from an earlier one named by its client, in the form of the hosted APIs.
-
-
-class Named(NamedTuple):
-    """A request that its client may name later: digests of its `_SAID` fields, and its sketch if read."""
-
-    request_id: str
-    said: tuple[Any, ...]
-    sketch: Sketch | None
-
-
-class Compared(NamedTuple):
-    """A request compared with the one that it names: the changes, and about how many tokens both share.
-
-    `n_known` is the number of tokens of the named request's prompt.
-    """
-
-    changed: frozenset[str]
-    n_known: int
-    n_common: int
-
-
-_SAID = ("model", "speed", "prompt_cache_key", "service_tier", "text.format", "text.verbosity") + (
-    *("reasoning.effort", "tool_choice", "thinking", "output_config"),
-)
-"""Fields of a body besides tools and messages; none of them changes how a prompt is cached here."""
-_OF_PROMPT = frozenset(("tools", "system", "messages", "compacted"))
-_OTHER = dict.fromkeys(("tool_choice", "thinking", "output_config", "unread"), "unavailable")
-_ANTHROPIC = {
-    **{"model": "model_changed", "speed": "model_changed", "system": "system_changed"},
-    **{"tools": "tools_changed", "compacted": "messages_changed", "messages": "messages_changed"},
-    **_OTHER,
-}
-_OPENAI = {
-    **{"model": "model_changed", "prompt_cache_key": "prompt_cache_key_changed"},
-    **{"tools": "tools_changed", "text.format": "text_format_changed"},
-    **{"reasoning.effort": "reasoning_effort_changed", "text.verbosity": "verbosity_changed"},
-    **{"compacted": "context_compacted", "system": "input_changed", "messages": "input_changed"},
-    **{"service_tier": "service_tier_changed"},
-    **_OTHER,
-}
-"""The APIs' names of a change; of several changes the first in these tables counts."""
-_END_TOKENS, _SLACK_TOKENS = 4, 64
-"""A prompt counts as wholly reused even if this many tokens at its end are evaluated again: its generation
-prompt, and in an equal conversation the reasoning that the template drops."""
-
-
-def named(request_id: str, fields: dict[str, Any], sketch: Sketch | None) -> Named:
-    """Return a request as it is remembered, from the *fields* of the client's body."""
-    return Named(request_id, tuple(_said(fields, path) for path in _SAID), sketch)
-
-
-def _said(fields: Any, path: str) -> Any:
-    for key in path.split("."):
-        fields = member(fields, key)
-    return fields if fields is None else xxhash.xxh3_64_intdigest(msgspec.json.encode(fields))
-
-
-def changes(new: Named, old: Named) -> Iterator[str]:
-    """Yield the changes since an older request, by the keys of the tables above."""
-    yield from (name for name, a, b in zip(_SAID, new.said, old.said, strict=True) if a != b)
-    now, before = new.sketch, old.sketch
-    if now is None or before is None:
-        yield "unread"
-        return
-    if now.tools != before.tools:
-        yield "tools"
-    if now.header != before.header:
-        yield "system"
-    if any(map(int.__ne__, now.own, before.own)):
-        yield "compacted" if is_compacted(now, before) else "messages"
-
-
-def is_compacted(new: Sketch, old: Sketch) -> bool:
-    """Return whether a conversation was shortened: its first messages are gone or summarized."""
-    if have_same_first_message(new, old):
-        return False
-    is_much_shorter = len(old.own) >= 3 and 2 * len(new.own) <= len(old.own)
-    return is_much_shorter or is_truncated(new, old, new.n_leading_system)
-
-
-def anthropic_diagnostics(compared: Compared | None) -> dict[str, Any] | None:
-    """Return `diagnostics` of a Message; *compared* is None if the named request is not known."""
-    if compared is None:
-        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    kind = next((_ANTHROPIC[name] for name in _ANTHROPIC if name in compared.changed), None)
-    if kind is None:
-        return None
-    n_missed = compared.n_known - compared.n_common
-    told = {} if kind == "unavailable" else {"cache_missed_input_tokens": n_missed}
-    return {"cache_miss_reason": {"type": kind, **told}}
-
-
-def openai_diagnostics(compared: Compared | None, n_cached: int) -> dict[str, Any]:
-    """Return `prompt_cache_diagnostics` of a Response that reused *n_cached* tokens.
-
-    A change of settings only is a miss only if tokens were evaluated again.
-    """
-    if compared is None:
-        return {"type": "comparison_response_not_found"}
-    changed, n_missed = compared.changed, compared.n_known - max(compared.n_common, n_cached)
-    is_of_prompt = not changed.isdisjoint(_OF_PROMPT)
-    n_evaluated = compared.n_known - n_cached
-    if n_evaluated <= (_END_TOKENS if is_of_prompt else _SLACK_TOKENS):
-        return {"type": "cache_hit"}
-    kind = next((_OPENAI[name] for name in _OPENAI if name in changed), "unavailable")
-    if kind == "unavailable":
-        return {"type": kind}
-    return {
-        "type": "cache_miss",
-        "reason": kind,
-        "cache_missed_tokens": max(0, n_missed if is_of_prompt else n_evaluated),
-        "comparison_reusable_tokens": compared.n_known,
-    }

@@ -101,7 +101,6 @@ class AnswerReader:
         """The id, the name and the parts of the arguments of calls that are not complete yet."""
         self._text_lines: list[bytes] | None = [] if keeps_text else None
         self._has_ended = False
-        self._message_id = ""
         self.has_token = False
         """Whether a stream has brought its first token.
 
@@ -113,12 +112,6 @@ class AnswerReader:
     def is_complete(self) -> bool:
         """Whether the answer is complete: the end of the stream, or a whole JSON object, has come."""
         return self._has_ended if self._is_stream else self.timings() is not None
-
-    @property
-    def message_id(self) -> str:
-        """The id of the answer; empty until it has come."""
-        self._read_whole()
-        return self._message_id
 
     def feed(self, chunk: bytes) -> None:
         if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
@@ -148,7 +141,6 @@ class AnswerReader:
     def _read_event(self, event: Json, data: bytes = b"") -> None:
         self._timings = _converted(event.get("timings"), Timings) or self._timings
         for carrier in (event, event.get("message"), event.get("response")):
-            self._message_id = self._message_id or text_of(carrier, "id")
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
         is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
@@ -285,9 +277,6 @@ _CREATED = re.compile(rb'("cache_creation_input_tokens"\s*:\s*)(\d+)')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 _LAST_RESPONSES = tuple(b'"%b"' % kind.encode() for kind in _LAST_EVENTS[1:])
 
-Diagnose = Callable[[int], Any]
-"""Returns the diagnostics of an answer that reused so many tokens."""
-
 
 def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
     """Return the answer to a request that only warms: llama-server's, but without generated tokens."""
@@ -321,13 +310,13 @@ def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
 class TrueUsage:
     """Corrects one answer; *n_found* tokens were in the slot before the proxy evaluated any for it.
 
-    *n_found* is None if the proxy evaluated none. *diagnose* is given if the client asks for diagnostics.
+    *n_found* is None if the proxy evaluated none. *diagnostics*, in JSON, are added unless they are empty.
     """
 
-    def __init__(self, path: str, n_found: int | None, diagnose: Diagnose | None = None) -> None:
+    def __init__(self, path: str, n_found: int | None, diagnostics: bytes = b"") -> None:
         self.is_anthropic = is_anthropic(path)
         self._n_found = n_found
-        self._diagnose = diagnose
+        self._diagnostics = diagnostics
 
     def of_answer(self, body: bytes) -> bytes:
         """Return a whole JSON answer, corrected."""
@@ -335,7 +324,7 @@ class TrueUsage:
             return self._openai(body, b"{")
         start = body.rfind(b'"usage"')
         edited = body if start < 0 else body[:start] + self._anthropic(body[start:])
-        return self._diagnosed(edited, b"{", 0)
+        return self._diagnosed(edited, b"{")
 
     def of_line(self, line: bytes) -> bytes:
         """Return one line of a stream, corrected."""
@@ -345,7 +334,7 @@ class TrueUsage:
             return self._openai(line, b'"response":{' if _has_any(_LAST_RESPONSES, line) else b"")
         if b'"message_start"' not in line:
             return line
-        return self._diagnosed(self._anthropic(line), b'"message":{', 0)
+        return self._diagnosed(self._anthropic(line), b'"message":{')
 
     def _anthropic(self, data: bytes) -> bytes:
         found = _READ.search(data)
@@ -365,19 +354,18 @@ class TrueUsage:
             return data
         n_read, n_new = self._split(int(found[-1][1]))
         told = b"%d" % n_read
-        if (n_new or self._diagnose) and b'"cache_write_tokens"' not in data:
+        if (n_new or self._diagnostics) and b'"cache_write_tokens"' not in data:
             told += b',"cache_write_tokens":%d' % n_new
         data = data[: found[-1].start(1)] + told + data[found[-1].end(1) :]
-        return self._diagnosed(data, opens, n_read)
+        return self._diagnosed(data, opens)
 
-    def _diagnosed(self, data: bytes, opens: bytes, n_read: int) -> bytes:
+    def _diagnosed(self, data: bytes, opens: bytes) -> bytes:
         """Return an answer with its diagnostics right behind *opens*, where its message begins."""
-        if self._diagnose is None or not opens:
+        if not self._diagnostics or not opens:
             return data
-        head, opened, rest = data.partition(opens)
         name = b"diagnostics" if self.is_anthropic else b"prompt_cache_diagnostics"
-        told = msgspec.json.encode(self._diagnose(n_read))
-        return b'%b%b"%b":%b,%b' % (head, opened, name, told, rest) if opened else data
+        told = b'%b"%b":%b,' % (opens, name, self._diagnostics)
+        return data.replace(opens, told, 1)
 
     def _split(self, n_cached: int) -> tuple[int, int]:
         """Return how many of the cached tokens were cached before, and how many the proxy evaluated."""

@@ -305,16 +305,13 @@ def pin(body: GenerationBody, slot_id: SlotId | None = None, *, reuses: bool = T
     return body.raw[:start] + spliced + body.raw[start:]
 
 
-def asked_comparison(route: Route, body: GenerationBody) -> tuple[bool, str]:
-    """Return whether a request asks for cache diagnostics, and the id of the answer to compare with.
-
-    Without that id the request is the first of its conversation.
-    """
-    if route is Route.MESSAGES:
-        asked = body.fields.get("diagnostics")
-        return isinstance(asked, dict), text_of(asked, "previous_message_id")
+def asked_comparison(route: Route, body: GenerationBody) -> str | None:
+    """Return the id of an answer if a request asks for cache diagnostics, which is empty the first time."""
+    asked = body.fields.get("diagnostics")
+    if route is Route.MESSAGES and isinstance(asked, dict):
+        return text_of(asked, "previous_message_id")
     named = text_of(body.fields.get("prompt_cache_options"), "comparison_response_id")
-    return route is Route.RESPONSES and bool(named), named
+    return named or None if route is Route.RESPONSES else None
 
 
 def cache_wishes(body: GenerationBody | None, header: str) -> frozenset[str]:

@@ -185,11 +185,11 @@ class CachedRequest:
         with self._process.faults.suppressed("explain"):  # only the explanation suffers
             self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
 
-    def _foresee(self) -> Cause:
-        """Return the cause that will be reported if the reply confirms the plan."""
+    def _foresee(self) -> Judgement:
+        """Return the judgement that will be reported if the reply confirms the plan."""
         if self._extended:
-            return Cause.HIT
-        return self._inquiry.foresee(self._account, self._request.id).cause
+            return Judgement(Cause.HIT)
+        return self._inquiry.foresee(self._account, self._request.id)
 
     # The slot is prepared as the plan says.
 

@@ -13,8 +13,7 @@ from proxy.core.messages import Conversation, Kind, Route
 from proxy.core.model import Prompt, salted_tenant
 from proxy.core.slots import Known
 from proxy.core.tokens import Namespace
-from proxy.explain.causes import Cause
-from proxy.explain.judgement import Account
+from proxy.explain.judgement import NOT_JUDGED, Account, Judgement
 from proxy.explain.sketch import words_of
 from proxy.llama import requests
 from proxy.llama.answers import Answer
@@ -38,8 +37,8 @@ def do_nothing() -> None:
     """Do nothing when llama-server starts a request."""
 
 
-def not_looked_up() -> Cause:
-    return Cause.NOT_LOOKED_UP
+def not_looked_up() -> Judgement:
+    return NOT_JUDGED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,8 +87,8 @@ class Request:
     account: Account | None = None
     answer: Answer | None = None
     answered_at: float = 0.0  # when its answer was whole (monotonic)
-    foresee: Callable[[], Cause] = not_looked_up
-    """Returns the cause that will be reported if all goes as planned."""
+    foresee: Callable[[], Judgement] = not_looked_up
+    """Returns the judgement that will be reported if all goes as planned."""
     keeps_text: bool = False  # whether the text of its answer is kept, even of a stream
     shared: str = ""  # what the shared store gave; empty if nothing was asked of it
     fetch_seconds: float = 0.0  # how long that took

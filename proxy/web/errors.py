@@ -156,8 +156,8 @@ def edits_of(
     headers, of_anthropic = answer.headers, is_anthropic(path)
     if answer.method == "HEAD" or "Content-Encoding" in headers:
         return None, None
-    is_needed = of_anthropic or n_found is not None or told.diagnose is not None
-    usage = TrueUsage(path, n_found, told.diagnose) if is_needed else None
+    is_needed = of_anthropic or n_found is not None or told.diagnostics
+    usage = TrueUsage(path, n_found, told.diagnostics) if is_needed else None
     content_type = headers.get("Content-Type", "")
     if content_type.startswith("text/event-stream"):
         return (StreamEdit(usage) if usage else None), None
@@ -175,5 +175,5 @@ def edits_of(
     if request and request.warms:
         is_stream, true = request.warms == "stream", edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
-    # Read whole: its id is noted before the client has it, and some failures are not passed on.
-    return None, edit or (_AS_IT_IS if told.on_id or answer.status == 500 else None)
+    # Read whole: some failures are not passed on.
+    return None, edit or (_AS_IT_IS if answer.status == 500 else None)

@@ -207,14 +207,8 @@ class Exchange:
             writer.on_room = do_nothing
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
-        """Write *passed_on* to the client in place of a chunk of the answer, and read the chunk.
-
-        An id that is to be noted is noted before the client has it; otherwise the client comes first.
-        """
+        """Write *passed_on* to the client in place of a chunk of the answer, then read the chunk."""
         self._heard.note()
-        if self._told.on_id:
-            self._read(chunk)
-            chunk = b""
         try:
             if passed_on:
                 self._is_in_event = not passed_on.endswith(b"\n\n")
@@ -224,9 +218,6 @@ class Exchange:
 
     def _read(self, chunk: bytes) -> None:
         self._reader.feed(chunk)
-        if self._told.on_id and (message_id := self._reader.message_id):
-            self._told.on_id(message_id)
-            self._told = Told()
         if self._first_token_at is None and self._reader.has_token:
             self._first_token_at = self._heard.heard_at
             if self.request:

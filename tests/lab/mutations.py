@@ -25,16 +25,12 @@ def base(api: Api) -> Body:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One change of a body, and the reason that its diagnostics must give; None if they must give none.
-
-    `is_reused` says that all of the earlier prompt is reused nevertheless.
-    """
+    """One change of a body, and the reason that its diagnostics must give; None if they must give none."""
 
     name: str
     api: Api
     reason: str | None
     change: Callable[[Body], object]
-    is_reused: bool = False
 
     def body(self) -> Body:
         body = copy.deepcopy(base(self.api))
@@ -99,16 +95,16 @@ _THINKING = {"type": "enabled", "budget_tokens": 1024}
 _FORMAT = {"format": {"type": "json_object"}}
 
 OF_MESSAGES = [
-    Mutation("the same again", MESSAGES, None, lambda body: None, is_reused=True),
-    Mutation("next turn", MESSAGES, None, _end("messages", _SAID, _ASKED), is_reused=True),
-    Mutation("another limit", MESSAGES, None, _set(max_tokens=3), is_reused=True),
-    Mutation("another temperature", MESSAGES, None, _set(temperature=0.5), is_reused=True),
+    Mutation("the same again", MESSAGES, None, lambda body: None),
+    Mutation("next turn", MESSAGES, None, _end("messages", _SAID, _ASKED)),
+    Mutation("another limit", MESSAGES, None, _set(max_tokens=3)),
+    Mutation("another temperature", MESSAGES, None, _set(temperature=0.5)),
     Mutation("last messages dropped", MESSAGES, None, lambda body: body["messages"].pop()),
-    Mutation("model", MESSAGES, "model_changed", _set(model="other"), is_reused=True),
-    Mutation("speed", MESSAGES, "model_changed", _set(speed="fast"), is_reused=True),
+    Mutation("model", MESSAGES, None, _set(model="other")),
+    Mutation("speed", MESSAGES, None, _set(speed="fast")),
     Mutation("date in the system prompt", MESSAGES, "system_changed", _system),
     Mutation("another system prompt", MESSAGES, "system_changed", _set(system=prose(5, 90))),
-    Mutation("no system prompt", MESSAGES, "system_changed", lambda body: body.pop("system")),
+    Mutation("no system prompt", MESSAGES, "messages_changed", lambda body: body.pop("system")),
     Mutation(
         "system prompt longer at its end",
         *(MESSAGES, "system_changed", _end("system", {"type": "text", "text": "More."})),
@@ -124,30 +120,28 @@ OF_MESSAGES = [
     Mutation("message left out", MESSAGES, "messages_changed", lambda b: b["messages"].pop(3)),
     Mutation("history summed up", MESSAGES, "messages_changed", _cut("messages", 7, _SUMMARY)),
     Mutation("first messages dropped", MESSAGES, "messages_changed", _cut("messages", 4)),
-    Mutation("tool choice", MESSAGES, "unavailable", _set(tool_choice={"type": "any"})),
-    Mutation("thinking", MESSAGES, "unavailable", _set(thinking=_THINKING), is_reused=True),
+    Mutation("tool choice", MESSAGES, None, _set(tool_choice={"type": "any"})),
+    Mutation("thinking", MESSAGES, None, _set(thinking=_THINKING)),
 ]
 OF_RESPONSES = [
-    Mutation("the same again", RESPONSES, None, lambda body: None, is_reused=True),
-    Mutation("next turn", RESPONSES, None, _end("input", _ANSWERED, _ITEM), is_reused=True),
-    Mutation("another limit", RESPONSES, None, _set(max_output_tokens=3), is_reused=True),
-    Mutation("model", RESPONSES, "model_changed", _set(model="other")),
-    Mutation("model, all reused", RESPONSES, None, _set(model="other"), is_reused=True),
-    Mutation("key", RESPONSES, "prompt_cache_key_changed", _set(prompt_cache_key="else")),
+    Mutation("the same again", RESPONSES, None, lambda body: None),
+    Mutation("next turn", RESPONSES, None, _end("input", _ANSWERED, _ITEM)),
+    Mutation("another limit", RESPONSES, None, _set(max_output_tokens=3)),
+    Mutation("model", RESPONSES, None, _set(model="other")),
+    Mutation("key", RESPONSES, None, _set(prompt_cache_key="else")),
     Mutation("tool added", RESPONSES, "tools_changed", _end("tools", _NEW_FUNCTION)),
     Mutation("tool removed", RESPONSES, "tools_changed", lambda body: body["tools"].pop(0)),
     Mutation("tools in another order", RESPONSES, "tools_changed", lambda b: b["tools"].reverse()),
     Mutation("tool reworded", RESPONSES, "tools_changed", _tool(description="Else.")),
-    Mutation("text format", RESPONSES, "text_format_changed", _set(text=_FORMAT)),
-    Mutation("effort", RESPONSES, "reasoning_effort_changed", _set(reasoning={"effort": "low"})),
-    Mutation("verbosity", RESPONSES, "verbosity_changed", _set(text={"verbosity": "low"})),
+    Mutation("text format", RESPONSES, None, _set(text=_FORMAT)),
+    Mutation("effort", RESPONSES, None, _set(reasoning={"effort": "low"})),
+    Mutation("verbosity", RESPONSES, None, _set(text={"verbosity": "low"})),
     Mutation("history summed up", RESPONSES, "context_compacted", _cut("input", 9, _SUMMED_UP)),
     Mutation("first items dropped", RESPONSES, "context_compacted", _cut("input", 4)),
     Mutation("instructions", RESPONSES, "input_changed", _set(instructions=prose(5, 90))),
     Mutation("first item edited", RESPONSES, "input_changed", _reword(0)),
     Mutation("last item edited", RESPONSES, "input_changed", _reword(-1)),
-    Mutation("tier", RESPONSES, "service_tier_changed", _set(service_tier="flex")),
-    Mutation("tool choice", RESPONSES, "unavailable", _set(tool_choice="required")),
-    Mutation("state evicted", RESPONSES, "unavailable", lambda body: None),
+    Mutation("tier", RESPONSES, None, _set(service_tier="flex")),
+    Mutation("tool choice", RESPONSES, None, _set(tool_choice="required")),
 ]
 MUTATIONS = [*OF_MESSAGES, *OF_RESPONSES]

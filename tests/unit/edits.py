@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from proxy.explain.report import Told
-from proxy.llama.answers import Diagnose
 from proxy.web.errors import Edit, StreamEdit, edits_of
 
 
@@ -17,15 +16,15 @@ def _answer(status: int, content_type: str) -> Any:
     return SimpleNamespace(method="POST", status=status, headers=headers)
 
 
-def edit_of_stream(
-    path: str, n_found: int | None, diagnose: Diagnose | None = None
-) -> StreamEdit | None:
+def edit_of_stream(path: str, n_found: int | None, diagnostics: bytes = b"") -> StreamEdit | None:
     answer = _answer(200, "text/event-stream")
-    return edits_of(path, answer, _request(n_found), Told(diagnose=diagnose))[0]
+    told = Told(diagnostics=diagnostics)
+    return edits_of(path, answer, _request(n_found), told)[0]
 
 
 def edit_of_answer(
-    path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
+    path: str, status: int, n_found: int | None, diagnostics: bytes = b""
 ) -> Edit | None:
     answer = _answer(status, "application/json")
-    return edits_of(path, answer, _request(n_found), Told(diagnose=diagnose))[1]
+    told = Told(diagnostics=diagnostics)
+    return edits_of(path, answer, _request(n_found), told)[1]
