@@ -41,13 +41,6 @@ class Cause(StrEnum):
     None if the client left. Else look at the answer that the client got, or at llama-server's log.
     """
 
-    BILLING_HEADER = "billing header"
-    """Claude Code's billing line, at the top of the system prompt, has other digits.
-
-    Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
-
-    `drop_billing_header` (it is one of the safe ones) takes the line out.
-    """
     DATE = "date"
     """A date or a time of day in the prompt has changed.
 
@@ -61,11 +54,6 @@ class Cause(StrEnum):
     Have the client name its session behind what sessions share, or not at all.
 
     `sticky_session` leaves it out there and tells it in the newest message, from the third session on.
-    """
-    ENVIRONMENT = "environment block"
-    """The block that describes the environment (folder, platform, git status) has changed.
-
-    None if the client works elsewhere now. What changes by itself belongs behind what does not.
     """
     TOOL_ORDER = "tool order changed"
     """The same tools came in another order.
@@ -91,7 +79,8 @@ class Cause(StrEnum):
     SYSTEM_TEXT = "system text changed"
     """A few words of the system prompt have changed; what follows them is as it was.
 
-    Move what changes to the end of the prompt, or into the newest message.
+    None if the client works in another folder now. What changes by itself (git status, digits in Claude
+    Code's billing line) belongs at the end of the prompt, or into the newest message.
     """
     NEW_HEADER = "new header"
     """The conversation goes on under another system prompt or other tools.
@@ -253,5 +242,5 @@ _NO_MISSES = (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP, Cause.REFUSED, 
 _WORDS = docstrings_of_fields(Cause)
 _NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
-_EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
+_EVERYWHERE = ("inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""

@@ -5,7 +5,7 @@ texts, where they are kept, tell which words differ. States are not looked at he
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -142,9 +142,6 @@ def _cause(pair: _Pair) -> Cause:
     in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
     if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
-    # In one conversation the line may also have come or gone.
-    if in_header and pair.is_by(partial(is_billing, any if pair.is_same else all)):
-        return Cause.BILLING_HEADER
     if (in_header or pair.is_same) and pair.is_by(is_date):
         return Cause.DATE
     if (in_header or pair.is_same or pair.is_by(is_reminder)) and pair.is_by(is_id):
@@ -165,13 +162,7 @@ def _cause_in_tools(pair: _Pair) -> Cause:
 
 
 def _cause_in_system(pair: _Pair) -> Cause:
-    if pair.is_by(is_environment):
-        return Cause.ENVIRONMENT
-    if pair.is_by(is_reminder):
-        return Cause.REMINDER
-    if pair.at is None:
-        return Cause.SYSTEM_TEXT if pair.is_same else Cause.FIRST_SIGHT
-    if _is_system_alike(pair.new, pair.old, pair.at):
+    if pair.is_same if pair.at is None else _is_system_alike(pair.new, pair.old, pair.at):
         return Cause.SYSTEM_TEXT
     return Cause.NEW_HEADER if pair.is_same else Cause.FIRST_SIGHT
 
@@ -212,9 +203,6 @@ def _cause_in_bare_text(pair: _Pair) -> Cause:
 
 # How each kind of change is recognized in two texts that share their first *at* characters.
 
-_BILLING = "x-anthropic-billing-header"
-_LONG_LINE = 500
-"""How far a line is looked at before and behind the change."""
 _NEAR_DATE = 64
 """A date or an id is searched for this far before and behind the change."""
 _SAME_BEHIND_DATE = 8
@@ -240,11 +228,6 @@ _ID = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
     r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}"
 )
-_ENVIRONMENT_LINE = re.compile(
-    r"\W*(?:primary |current )?(?:working directory|cwd|platform|os version|operating system|shell|"
-    r"is directory a git repo|current branch|git status|recent commits)\b",
-    re.IGNORECASE,
-)
 
 
 class _TextBlock(NamedTuple):
@@ -267,21 +250,11 @@ class _TextBlock(NamedTuple):
         return begins or self.holds(text, at)
 
 
-_ENVIRONMENT = _TextBlock(
-    ("<env>", "<environment>", "<environment_context>", "<environment_details>")
-    + ("# Environment", "gitStatus:", "useful information about the environment"),
-    ("</env", "\n# "),
-)
 _REMINDER = _TextBlock(("<system-reminder>",), ("</system-reminder>",))
 _REASONING = _TextBlock(
     ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>"),
     ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>"),
 )
-
-
-def is_billing(which: Callable[[Iterable[bool]], bool], new: str, old: str, at: int) -> bool:
-    """Return whether the texts have Claude Code's billing line there: *which* is `any` or `all`."""
-    return which(_BILLING in _line(text, at) for text in (new, old))
 
 
 def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:
@@ -300,12 +273,6 @@ def _behind(kind: re.Pattern[str], text: str, at: int) -> str | None:
 is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, _ID)
 
 
-def is_environment(new: str, old: str, at: int) -> bool:
-    """Return whether the texts differ in the block about the folder, the platform or git."""
-    is_inside = _ENVIRONMENT.holds(new, at) or _ENVIRONMENT.holds(old, at)
-    return is_inside or any(_ENVIRONMENT_LINE.match(_line(text, at)) for text in (new, old))
-
-
 def is_reminder(new: str, old: str, at: int) -> bool:
     """Return whether the texts differ in a reminder, or only one of them has a reminder there."""
     return _REMINDER.is_at(new, at) or _REMINDER.is_at(old, at)
@@ -321,11 +288,3 @@ def is_reasoning_dropped(new: str, old: str, at: int) -> bool:
     """Return whether the old text has reasoning there, and the new one has none."""
     is_kept = _REASONING.is_at(new, at) and not _REASONING.holds(old, at)
     return _REASONING.is_at(old, at) and not is_kept
-
-
-def _line(text: str, at: int) -> str:
-    """Return the line that *at* lies in, cut off far from *at*."""
-    nearest = max(0, at - _LONG_LINE)
-    begin = max(nearest, text.rfind("\n", nearest, at) + 1)
-    end = text.find("\n", at, at + _LONG_LINE)
-    return text[begin : end if end >= 0 else at + _LONG_LINE]

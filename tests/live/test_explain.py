@@ -33,10 +33,6 @@ LINES = {
         "It is Friday, 21 November 2026, 23:59:58.",
         "It is Saturday, 22 November 2026, 0:00:03.",
     ),
-    "environment block": (
-        "<env>\n  Working directory: /work/shop\n</env>",
-        "<env>\n  Working directory: /home/ann\n</env>",
-    ),
     "system text changed": ("The user is called Bob.", "The user is called Alice."),
 }
 
@@ -123,15 +119,6 @@ async def cause_of_second(rig: Rig, first: Body, second: Body, path: str) -> str
         assert record["n_missed"] <= record["evaluated"]
         assert divergence is not None and divergence["known"] != divergence["now"]
     return str(record["cause"])
-
-
-async def of_billing(rig: Rig) -> str:
-    def body(digits: str) -> Body:
-        line = f"x-anthropic-billing-header: cc_version=2.1.{digits}; cc_entrypoint=cli;"
-        parts = [{"type": "text", "text": text} for text in (line, prose(40, 200))]
-        return {"system": parts, "messages": [asked(40)]}
-
-    return await cause_of_second(rig, body("301"), body("299"), "/v1/messages")
 
 
 async def again(rig: Rig, seed: int) -> str:
@@ -273,12 +260,13 @@ async def produce_all(start_rig: StartRig, found: dict[str, str]) -> None:
     async with start_rig("hybrid", stabilizers="none") as rig:
         for cause, (first, second) in BY_CHANGE.items():
             found[cause] = await cause_of_second(rig, first, second, "/v1/chat/completions")
-        found["billing header"] = await of_billing(rig)
+        changed = by_line(40, LINES["system text changed"])
+        await cause_of_second(rig, *changed, "/v1/chat/completions")
         result = await printed(rig)
-        assert "cause: billing header, in the system prompt" in result.output
+        assert "cause: system text changed, in the system prompt" in result.output
         assert "\n- " in result.output and "\n+ " in result.output
         as_json = await printed(rig, "last", "--json")
-        assert json.loads(as_json.output)["request"]["cause"] == "billing header"
+        assert json.loads(as_json.output)["request"]["cause"] == "system text changed"
         assert (await printed(rig, "00000000")).exit_code == 1
         found["restore refused"] = await of_refusal(rig)
         counted = rig.sample("misses_total", cause="date", part="system")

@@ -94,9 +94,9 @@ def test_cure_is_one_that_is_not_on_and_would_have_helped(
 
 
 def test_cure_that_every_conversation_shares_is_offered_to_a_new_one_if_it_is_off() -> None:
-    for switched_on, is_offered in ((SAFE, False), (frozenset[Name](), True)):
+    for switched_on, is_offered in ((frozenset({Name.INLINE_REASONING}), False), (SAFE, True)):
         journal = Journal(switched_on=switched_on)
-        journal.add(record("a", Cause.BILLING_HEADER, part=PromptPart.SYSTEM))
+        journal.add(record("a", Cause.REASONING, part=PromptPart.ASSISTANT))
         found = journal.explain("a")
         assert found is not None and ("Or add" in found.cure) == is_offered
 
