@@ -1,6 +1,6 @@
 """What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,6 @@ from proxy.explain.sketch import Sketch, goes_on, share_sent_again
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
 
-Leased = Mapping[str, Collection[int]]
-"""The slots in use of the llama-server processes that run, by the ids of these."""
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
 
@@ -180,13 +178,11 @@ class Past:
     """The facts about a new prompt that known prompts give.
 
     Its first `n_common` tokens were evaluated before. Without a change by the client, that would hold for
-    its first `n_like` tokens. `elsewhere` says, if another llama-server process has evaluated them, why
-    its slot does not give them.
+    its first `n_like` tokens. `loss` says why their state is gone, if that was noted.
     """
 
     n_common: int = 0
     n_like: int = 0
-    elsewhere: Cause | None = None
     loss: Loss = NO_LOSS
 
 
@@ -217,18 +213,21 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
 
 
 def judge_prompt(
-    new: KnownPrompt, matches: Matches, served: Account, rule: Rule, leased: Leased
+    new: KnownPrompt, matches: Matches, served: Account, rule: Rule, running: Collection[str]
 ) -> Judgement:
     """Return why *served*, the request of a *new* prompt, reused no more.
 
-    The nearest known prompt shares the most tokens; the compared one is mostly of its conversation.
+    *running* are the ids of the llama-server processes that run. The nearest known prompt shares the most
+    tokens; the compared one is mostly of its conversation.
     """
     nearest, compared = matches
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change, where = Past(0, n_like), None, Divergence()
     if nearest is not None:
-        elsewhere = _why_elsewhere(nearest.known, new, leased)
-        past = Past(nearest.n_common, n_like, elsewhere, nearest.known.loss)
+        loss, (process_id, _) = nearest.known.loss, nearest.known.slot
+        if loss is NO_LOSS and process_id not in running:
+            loss = Cause.RESTART, nearest.n_common
+        past = Past(nearest.n_common, n_like, loss)
     n_unused = max(_n_known(served, past), n_like) - (served.n_reused or 0)
     if compared is not None and served.failure is None and n_unused > SLACK_TOKENS:
         if change := _change(new, compared):
@@ -292,19 +291,7 @@ def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
     cause, n_lost = past.loss
     if cause is not None and n_lost > n_there + SLACK_TOKENS:
         return cause
-    if past.elsewhere is not None:
-        return past.elsewhere
     return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE
-
-
-def _why_elsewhere(known: KnownPrompt, new: KnownPrompt, leased: Leased) -> Cause | None:
-    """Return why the slot of a *known* prompt gives nothing if it is another process's; else None."""
-    process_id, slot_id = known.slot
-    if process_id == new.slot[0]:
-        return None
-    if process_id not in leased:
-        return Cause.RESTART
-    return Cause.IN_USE if slot_id in leased[process_id] else None
 
 
 def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from proxy.serving.request import Request
 
 TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
-MAX_REQUESTS, MAX_MISSES = 2000, 500
+MAX_REQUESTS = 2000
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
@@ -84,7 +84,6 @@ class Journal:
 
     def __init__(self, keep: Keep = "text", switched_on: Collection[str] = ()) -> None:
         self._ended: OrderedDict[str, views.Explanation] = OrderedDict()
-        self._misses: deque[views.Explanation] = deque(maxlen=MAX_MISSES)
         self.keep = keep
         self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep == "none" else MAX_PROMPTS)
@@ -96,10 +95,7 @@ class Journal:
         """How many requests have ended since the proxy was started; it changes with every new record."""
 
     def add(self, record: views.RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
-        """Remember a request that has just ended; the oldest one may be forgotten for it.
-
-        Misses are kept longer than other requests.
-        """
+        """Remember a request that has just ended; the oldest one may be forgotten for it."""
         cause, is_same = record.cause, judgement.is_same_conversation
         self._ended[record.id] = views.Explanation(
             request=record,
@@ -113,9 +109,7 @@ class Journal:
         if record.kind is not Kind.AHEAD and record.client != views.OWN_CLIENT:
             self.past.add(record)
         if len(self._ended) > MAX_REQUESTS:
-            _, oldest = self._ended.popitem(last=False)
-            if oldest.request.cause.is_miss:
-                self._misses.append(oldest)
+            self._ended.popitem(last=False)
 
     def today(self) -> views.Today:
         """Return what the requests of this day have reused."""
@@ -164,8 +158,7 @@ class Journal:
             return min(ended, key=lambda each: each.request.client == own, default=None)
         if request_id == MISS:
             return next((each for each in self._newest() if each.request.cause.is_miss), None)
-        misses = (each for each in self._misses if each.request.id == request_id)
-        return self._ended.get(request_id) or next(misses, None)
+        return self._ended.get(request_id)
 
     def with_costs(self, found: views.Explanation) -> views.Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
@@ -195,7 +188,7 @@ class Journal:
         )
 
     def _newest(self) -> Iterator[views.Explanation]:
-        return chain(reversed(self._ended.values()), reversed(self._misses))
+        return reversed(self._ended.values())
 
 
 _Found = tuple[Judgement, KnownPrompt, Matches]
@@ -213,8 +206,7 @@ class Inquiry:
         self._process, self._prompt, self._body = process, prompt, body
         self._journal, self._planned_at = process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
-        running = (p for p in process.served.values() if not p.queue.is_closed)
-        self._leased = {p.id: {s.id for s in p.slots if s.is_leased} for p in running}
+        self._running = {p.id for p in process.served.values() if not p.queue.is_closed}
         self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
@@ -259,7 +251,7 @@ class Inquiry:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
         matches = known.matches(new, self._known, self._planned_at)
-        judgement = judge_prompt(new, matches, account, self._process.rule, self._leased)
+        judgement = judge_prompt(new, matches, account, self._process.rule, self._running)
         return judgement, new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:

@@ -53,8 +53,6 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
             *(NOTHING, POINTS, replace(KNOWN, loss=(Cause.RESTORE_REFUSED, 800))),
             Cause.RESTORE_REFUSED,
         ),
-        (NOTHING, POINTS, replace(KNOWN, elsewhere=Cause.RESTART), Cause.RESTART),
-        (NOTHING, POINTS, replace(KNOWN, elsewhere=Cause.IN_USE), Cause.IN_USE),
         (NOTHING, POINTS, KNOWN, Cause.NOT_KEPT),
         (NOTHING, NO_RULE, KNOWN, Cause.NOTHING_RESTORABLE),
         (UNUSED, POINTS, KNOWN, Cause.NO_STATE_THERE),
@@ -93,7 +91,7 @@ def test_change_of_the_client_explains_what_would_have_been_reused_without_it() 
 )
 def test_what_failed_comes_first(failure: Cause) -> None:
     failed = served(0, 900, failure=failure)
-    assert cause(failed, replace(KNOWN, elsewhere=Cause.RESTART), DATE) is failure
+    assert cause(failed, replace(KNOWN, loss=(Cause.EVICTED, 900)), DATE) is failure
 
 
 def judged(system: str, *messages: str) -> Judgement:
@@ -106,7 +104,7 @@ def judged(system: str, *messages: str) -> Judgement:
     match = Match(old, n_common, is_same_conversation=True)
     plan = Plan(Start(SlotId(0), n_common, n_common), why=Why.LIVE_LONGEST, n_shared=n_common)
     account = Account(plan, len(new.tokens), n_reused=n_common)
-    return judge_prompt(new, (match, match), account, POINTS, {})
+    return judge_prompt(new, (match, match), account, POINTS, {"process"})
 
 
 def known_prompt(system: str, *messages: str) -> KnownPrompt:

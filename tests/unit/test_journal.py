@@ -52,16 +52,6 @@ def test_name_that_a_client_gives_a_model_is_kept_shortened() -> None:
     assert len(told["model"]) == 200
 
 
-def test_misses_stay_when_what_came_with_them_is_forgotten() -> None:
-    journal = Journal()
-    journal.add(record("a", Cause.DATE))
-    for number in range(MAX_REQUESTS + 5):
-        journal.add(record(str(number)))
-    assert [r.id for r in journal.latest(9, only_misses=True)] == ["a"]
-    found = journal.explain("a")
-    assert found is not None and found == journal.explain("miss")
-
-
 def test_requests_are_found_by_conversation_and_by_client() -> None:
     journal = Journal()
     journal.add(record("a", conversation="1", client="OpenCode 1.18"))
