@@ -76,13 +76,13 @@ _TOOL_TEXTS = _Changing("tool text", _TOOL_TEXT, lambda found: "", is_told=False
 
 def sticky_date(draft: Draft) -> None:
     """A date or time in front changes, and the whole prompt with it."""
-    _hold(draft, _DATES)
+    _Holding(draft, _DATES).hold()
 
 
 def sticky_session(draft: Draft) -> None:
     """An id, a temporary path or a count in front names the session, and all behind it differs."""
-    _hold(draft, _IDS)
-    _hold(draft, _COUNTS)
+    _Holding(draft, _IDS).hold()
+    _Holding(draft, _COUNTS).hold()
 
 
 def sticky_tool_text(draft: Draft) -> None:
@@ -90,12 +90,7 @@ def sticky_tool_text(draft: Draft) -> None:
 
     All fields of a tool but its description identify it.
     """
-    _hold(draft, _TOOL_TEXTS)
-
-
-def _hold(draft: Draft, kind: _Changing) -> None:
-    if draft.messages:
-        _Holding(draft, kind).hold()
+    _Holding(draft, _TOOL_TEXTS).hold()
 
 
 class _Holding:
@@ -111,7 +106,7 @@ class _Holding:
         self._held_told: list[_Told] = held["told"]
         """What the model was told since."""
         self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
-        newest = draft.messages[-1]
+        newest = draft.messages[-1] if draft.messages else {}
         self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
         self._first: dict[str, str] = {}
         self._now: dict[str, str] = {}
@@ -253,7 +248,7 @@ def _described(tool: Json) -> dict[str, Any]:
 
 _CHANGE_OF_FOLDER = re.compile(r"""\Acd (?:"[^"\n]*"|'[^'\n]*'|[^\s;&|"']+) && """)
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
-_ADDED_BY_CLIENTS = {"replace_all": False}
+_ADDED_BY_CLIENTS = ("replace_all", False)
 _REFUSED_BY_CLIENT = "invalid"
 """OpenCode's name for a call that it could not run; the arguments then name the tool and the error."""
 
@@ -328,34 +323,27 @@ def _came_back_as(made_name: str, written: Json, name: str, returned: Json) -> b
     return made_name == name and means_the_same(written, returned)
 
 
-def means_the_same(written: Json, returned: Json) -> bool:
-    """Return whether *returned* is *written*, apart from the known changes of clients."""
-    added = {key: value for key, value in returned.items() if key not in written}
-    if any(key not in _ADDED_BY_CLIENTS or value is not False for key, value in added.items()):
-        return False
-    return all(
-        key in returned and _is_same(value, returned[key], is_command=key == "command")
-        for key, value in written.items()
-    )
+def means_the_same(written: Any, returned: Any, key: str = "") -> bool:
+    """Return whether *returned* is *written*, apart from the known changes of clients.
 
-
-def _is_same(written: Any, returned: Any, *, is_command: bool = False) -> bool:
-    if isinstance(written, dict) and isinstance(returned, dict):
-        return means_the_same(written, returned)
-    if isinstance(written, list) and isinstance(returned, list):
-        return len(written) == len(returned) and all(map(_is_same, written, returned))
-    if isinstance(written, str) and is_command and written != returned:
-        return isinstance(returned, str) and _CHANGE_OF_FOLDER.sub("", written) == returned
-    if isinstance(written, str) and not isinstance(returned, str):
-        return _is_written_out(written, returned)
-    if isinstance(written, bool) or isinstance(returned, bool):
-        return written is returned
+    Both are the arguments of a call, or the values of a *key* in them.
+    """
+    match written, returned:
+        case dict(), dict():
+            kept = {
+                k: v for k, v in returned.items() if k in written or (k, v) != _ADDED_BY_CLIENTS
+            }
+            alike = (means_the_same(v, kept[k], k) for k, v in written.items())
+            return kept.keys() == written.keys() and all(alike)
+        case list(), list():
+            return len(written) == len(returned) and all(map(means_the_same, written, returned))
+        case str(), str():
+            without_folder = _CHANGE_OF_FOLDER.sub("", written) if key == "command" else written
+            return returned in (written, without_folder)
+        case str(), bool():  # the client has turned a text into what it says
+            return written == str(returned).lower()
+        case str(), int() | float():
+            return _NUMBER.fullmatch(written) is not None and float(written) == float(returned)
+        case (bool(), _) | (_, bool()):
+            return written is returned
     return bool(written == returned)
-
-
-def _is_written_out(text: str, value: Any) -> bool:
-    """Return whether a text is the number or truth value that a client turned it into."""
-    if isinstance(value, bool):
-        return text == str(value).lower()
-    is_number = isinstance(value, int | float) and _NUMBER.fullmatch(text) is not None
-    return is_number and float(text) == float(value)
