@@ -214,12 +214,9 @@ class Cause(StrEnum):
     ) -> str:
         """Return the cure for a request that differs in this *part* from the request compared with it."""
         advice, name = _WORDS[self.name][1], self.stabilizer
-        if not name:
+        is_known = is_same_conversation or name in _EVERYWHERE
+        if not name or not is_known or (name == "sticky_date" and part not in _IN_FRONT):
             return advice
-        if name not in _EVERYWHERE and not is_same_conversation:
-            return f"{advice} {_NONE_HELPS} this is the beginning of another conversation."
-        if name == "sticky_date" and part not in _IN_FRONT:
-            return f"{advice} {_NONE_HELPS} `{name}` looks at the beginning only."
         if name in switched_on:
             why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
             return f"{advice} {why}"
@@ -240,7 +237,6 @@ class PromptPart(StrEnum):
 
 _NO_MISSES = (Cause.HIT, Cause.FIRST_SIGHT, Cause.NOT_LOOKED_UP, Cause.REFUSED, Cause.NOT_ANSWERED)
 _WORDS = docstrings_of_fields(Cause)
-_NONE_HELPS = "No stabilizer helps:"
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
 _EVERYWHERE = ("inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""

@@ -67,8 +67,8 @@ def test_requests_are_found_by_conversation_and_by_client() -> None:
     [
         (PromptPart.SYSTEM, True, SAFE, "from the next conversation on"),
         (PromptPart.SYSTEM, True, SAFE | {Name.STICKY_DATE}, "`sticky_date` is on"),
-        (PromptPart.SYSTEM, False, SAFE, "No stabilizer helps: this is the beginning of another"),
-        (PromptPart.TOOL_RESULT, True, SAFE, "looks at the beginning only"),
+        (PromptPart.SYSTEM, False, SAFE, "into the newest message."),
+        (PromptPart.TOOL_RESULT, True, SAFE, "into the newest message."),
     ],
 )
 def test_cure_is_one_that_is_not_on_and_would_have_helped(
