@@ -77,15 +77,10 @@ class Cause(StrEnum):
     `keep_tool_order` (it is one of the safe ones) puts later tools behind those known.
     """
     SYSTEM_TEXT = "system text changed"
-    """A few words of the system prompt have changed; what follows them is as it was.
+    """The system prompt has changed; what follows it is as it was.
 
-    None if the client works in another folder now. What changes by itself (git status, digits in Claude
-    Code's billing line) belongs at the end of the prompt, or into the newest message.
-    """
-    NEW_HEADER = "new header"
-    """The conversation goes on under another system prompt or other tools.
-
-    None: the model is told something else now.
+    None if the client works in another folder or mode now. What changes by itself (git status, digits in
+    Claude Code's billing line) belongs at the end of the prompt, or into the newest message.
     """
     REMINDER = "reminder moved"
     """A reminder that the client adds was moved, changed or taken out.

@@ -152,19 +152,17 @@ def _cause(pair: _Pair) -> Cause:
 def _cause_in_tools(pair: _Pair) -> Cause:
     new, old = pair.new.sketch, pair.old.sketch
     if sorted(new.names) == sorted(old.names):
-        has_same_texts = sorted(new.tools) == sorted(old.tools)
-        is_moved = has_same_texts or new.names != old.names
-        return Cause.TOOL_ORDER if is_moved else Cause.TOOL_TEXT
-    if not pair.is_same:
-        return Cause.FIRST_SIGHT
+        return Cause.TOOL_TEXT if new.names == old.names else Cause.TOOL_ORDER
     has_other_system = pair.differing is not None and pair.differing < new.n_leading_system
-    return Cause.NEW_HEADER if has_other_system else Cause.TOOL_LIST
+    if not pair.is_same or (has_other_system and len(new.own) == 1):
+        return Cause.FIRST_SIGHT  # another agent, though perhaps with the same question
+    return Cause.SYSTEM_TEXT if has_other_system else Cause.TOOL_LIST
 
 
 def _cause_in_system(pair: _Pair) -> Cause:
-    if pair.is_same if pair.at is None else _is_system_alike(pair.new, pair.old, pair.at):
-        return Cause.SYSTEM_TEXT
-    return Cause.NEW_HEADER if pair.is_same else Cause.FIRST_SIGHT
+    goes_on = pair.is_same and (pair.at is None or len(pair.new.sketch.own) > 1)
+    is_alike = pair.at is not None and _is_system_alike(pair.new, pair.old, pair.at)
+    return Cause.SYSTEM_TEXT if goes_on or is_alike else Cause.FIRST_SIGHT
 
 
 def _is_system_alike(new: Rendering, old: Rendering, at: int) -> bool:

@@ -13,7 +13,7 @@ from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Change, Divergence, find_change
 from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match, Matches
-from proxy.explain.sketch import Sketch, goes_on, share_sent_again
+from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
 
@@ -235,10 +235,6 @@ def judge_prompt(
             if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
                 # All behind a change in the newest message is new, unless a client put an id in front.
                 past = replace(past, n_like=compared.n_common)
-            elif cause is Cause.NEW_HEADER:
-                past = replace(past, n_like=_n_sent_again(new.sketch, compared))
-                if len(new.sketch.own) == 1 and 2 * past.n_like < len(new.tokens):
-                    change = Cause.FIRST_SIGHT, where  # another conversation with the same question
     return msgspec.structs.replace(
         judge(served, rule, past, change),
         divergence=where if where.part is not PromptPart.NOWHERE else None,
@@ -255,13 +251,6 @@ def _change(new: KnownPrompt, compared: Match) -> Change | None:
         return None
     is_same = compared.is_same_conversation
     return find_change(new.rendering, known.rendering, is_same_conversation=is_same)
-
-
-def _n_sent_again(new: Sketch, compared: Match) -> int:
-    """Return about how many tokens of the compared prompt are in a new one under another header."""
-    n_known = len(compared.known.tokens)
-    n_again = int(share_sent_again(new, compared.known.sketch) * n_known)
-    return max(compared.n_common, min(n_again, n_known))
 
 
 def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:

@@ -132,13 +132,6 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
     return costs
 
 
-def share_sent_again(new: Sketch, old: Sketch) -> float:
-    """Return the estimated share of an older prompt whose tools and messages are in *new*, wherever."""
-    again, parts = {*new.tools, *new.messages}, (*old.tools, *old.messages)
-    sizes = zip(old.sizes, parts, strict=False)  # those of an empty sketch are left out
-    return sum(size for size, part in sizes if part in again) / max(1, sum(old.sizes))
-
-
 def is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
     """Return whether later messages of *old* occur in *new* at *message*, or soon behind it.
 

@@ -83,7 +83,7 @@ def by_history() -> dict[str, tuple[Body, Body]]:
             chat(*reasoned, seed=33),
             chat(*reasoned, answer(331), asked(332), seed=33),
         ),
-        "new header": (
+        "system text changed": (
             chat(*talk(340)[:3], seed=34),
             {"messages": [system(150, seed=99), *talk(340)[:5]], "tools": TOOLS},
         ),

@@ -60,7 +60,7 @@ HEADERS = [
     (f"<env>\ncwd: /a\n</env>{LONG}", f"<env>\ncwd: /b\n</env>{LONG}", Cause.SYSTEM_TEXT),
     (f"<env>\ncwd: /a\n</env>{LONG}", f"<env>\ncwd: /a\n</env>x{LONG}", Cause.SYSTEM_TEXT),
     (LONG + "I am Bob." + LONG, LONG + "I am Alice." + LONG, Cause.SYSTEM_TEXT),
-    (LONG, OTHER, Cause.NEW_HEADER),
+    (LONG, OTHER, Cause.SYSTEM_TEXT),
 ]
 
 
@@ -85,9 +85,9 @@ def test_change_of_the_tools_is_named(
     assert named == (cause, PromptPart.TOOLS, None)
 
 
-def test_other_tools_and_system_prompt_are_a_new_header_or_another_agent() -> None:
+def test_other_tools_and_system_prompt_are_another_mode_or_another_agent() -> None:
     new, old = seen(OTHER, *TALK, tools=(A,)), seen(LONG, *TALK, tools=(B, C))
-    assert change(new, old)[0] is Cause.NEW_HEADER
+    assert change(new, old)[0] is Cause.SYSTEM_TEXT
     assert change(new, old, is_same=False)[0] is Cause.FIRST_SIGHT
 
 
