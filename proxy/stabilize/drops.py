@@ -308,8 +308,9 @@ def _inlined(given: Json, route: Route, marks: Marks) -> Json:
         return given
     ends_in_calls = not content and message.get("tool_calls")
     end = marks.end_before_calls if ends_in_calls else marks.end
-    kept = marks.begin + (reasoning.strip() if marks.strips else reasoning) + end
-    return {**message, "content": kept + content, "reasoning_content": _NO_REASONING}
+    # Templates strip it, and so does llama-server when it reads an answer.
+    inlined = marks.begin + reasoning.strip() + end + content
+    return {**message, "content": inlined, "reasoning_content": _NO_REASONING}
 
 
 def _as_chat(message: Json) -> Json:

@@ -178,8 +178,6 @@ class Marks:
     begin: str
     end: str
     end_before_calls: str
-    strips: bool = False
-    """Whether the template strips white space around the reasoning."""
     writes_empty: bool = False
     """Whether both also stand before an answer without reasoning, while its turn is running."""
 

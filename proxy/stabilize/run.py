@@ -166,7 +166,6 @@ def _change_of(
 _ASKS, _ASKS_AGAIN = "Zaq asks", "Zaq asks again"
 _COMMANDS, _RETURNS = "Zaq commands", "Zaq returns"
 _REASONING = "Zaq reasons"
-_PADDED = f"\n {_REASONING}\n "
 _TEXT = "Zaq answers"
 _FUNCTION = {"name": "zaq", "arguments": "{}"}
 _CALL = {"id": "call_0000", "type": "function", "function": _FUNCTION}
@@ -200,10 +199,9 @@ _MESSAGES: dict[str, list[Json]] = {
     "old": _old(_TEXT),
     "running": _running(_TEXT),
     "running call": _running(""),
-    "running padded": _running(_TEXT, _PADDED),
     "running bare": _running(_TEXT, ""),
 }
-"""Turns still running, and an old one: with reasoning, padded reasoning or none, text or only a call."""
+"""Turns still running, and an old one: with reasoning or none, text or only a call."""
 BODIES: dict[str, dict[str, Any]] = {
     name: {"messages": messages, "tools": [_TOOL]} for name, messages in _MESSAGES.items()
 }
@@ -240,9 +238,9 @@ def keeps_inlined(rendering: str | None, renderings: Mapping[str, str | None]) -
 
 def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
     """Return the reasoning marks, or None if the template keeps old reasoning or shows no clear marks."""
-    probes = ("old", "running", "running call", "running padded", "running bare")
-    old, running, called, padded, with_bare = (renderings.get(probe) or "" for probe in probes)
-    if _REASONING in old or not all(_REASONING in text for text in (running, called, padded)):
+    probes = ("old", "running", "running call", "running bare")
+    old, running, called, with_bare = (renderings.get(probe) or "" for probe in probes)
+    if _REASONING in old or _REASONING not in running or _REASONING not in called:
         return None
     if _TEXT not in old or _TEXT not in running:
         return None
@@ -261,6 +259,5 @@ def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
         begin,
         end,
         before_result.removesuffix(behind_text),
-        strips=begin + _PADDED not in padded,
         writes_empty=bool(begin) and with_bare == bare,
     )

@@ -14,7 +14,7 @@ from proxy.stabilize.run import Seen, Stabilized, stabilize
 from tests.lab.clients.catalogue import ROWS, Row
 
 ALL = frozenset(Name)
-MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True, writes_empty=True)
+MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", writes_empty=True)
 FACTS = [RequestFacts(accepts, marks) for accepts in (None, True, False) for marks in (None, MARKS)]
 
 WORDS = st.sampled_from(

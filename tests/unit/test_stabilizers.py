@@ -311,7 +311,7 @@ def test_responses_body_is_folded_where_the_template_refuses() -> None:
 
 # inline_reasoning
 
-MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True)
+MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n")
 
 
 def test_reasoning_of_earlier_turns_becomes_text() -> None:
