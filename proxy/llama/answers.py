@@ -278,33 +278,18 @@ _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 _LAST_RESPONSES = tuple(b'"%b"' % kind.encode() for kind in _LAST_EVENTS[1:])
 
 
-def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
+def empty_answer(path: str, body: bytes) -> bytes:
     """Return the answer to a request that only warms: llama-server's, but without generated tokens."""
     whole = object_in(body)
     if whole is None:
         return body
-    whole["usage"] = {**member(whole, "usage", {}), "output_tokens": 0}
+    usage = {**member(whole, "usage", {}), "output_tokens": 0}
     if is_anthropic(path):
-        whole |= {"content": [], "stop_reason": "max_tokens"}
-        begun = {**whole, "stop_reason": None}
-        end: Json = {"delta": {"stop_reason": "max_tokens", "stop_sequence": None}}
-        events = {
-            "message_start": {"message": begun},
-            "message_delta": {**end, "usage": {"output_tokens": 0}},
-            "message_stop": {},
-        }
-    else:
-        whole["usage"]["total_tokens"] = whole["usage"].get("input_tokens", 0)
-        whole |= {"output": [], "status": "completed"}
-        begun = {**whole, "status": "in_progress", "usage": None}
-        events = {
-            "response.created": {"response": begun, "sequence_number": 0},
-            "response.completed": {"response": whole, "sequence_number": 1},
-        }
-    if not as_stream:
-        return msgspec.json.encode(whole)
-    told = ((kind, msgspec.json.encode({"type": kind, **event})) for kind, event in events.items())
-    return b"".join(b"event: %b\ndata: %b\n\n" % (kind.encode(), data) for kind, data in told)
+        return msgspec.json.encode(
+            {**whole, "usage": usage, "content": [], "stop_reason": "max_tokens"}
+        )
+    usage["total_tokens"] = usage.get("input_tokens", 0)
+    return msgspec.json.encode({**whole, "usage": usage, "output": [], "status": "completed"})
 
 
 class TrueUsage:

@@ -332,8 +332,7 @@ def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
     is_free_of_answer = route is Route.MESSAGES and body.fields.get("max_tokens") == 0
     if not (is_free_of_answer or (route is Route.RESPONSES and member(options, "prewarm") is True)):
         return None
-    fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
-    return msgspec.json.encode({**fields, _LIMITS[route]: 1})
+    return msgspec.json.encode({**body.fields, _LIMITS[route]: 1})
 
 
 Aliases = Mapping[str, str]

@@ -230,4 +230,4 @@ class Cache:
 
 def _is_wanted(request: Request) -> bool:
     """Return whether a request is there to have its prompt saved."""
-    return bool(request.warms) or request.client == OWN_CLIENT
+    return request.warms or request.client == OWN_CLIENT

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -59,8 +59,7 @@ class Request:
     model: str = ""
     asked_cache: str = ""  # the client's header X-Prefix-Cache
     wishes: frozenset[str] = frozenset()  # those of NO_STORE and NO_READ that the client has
-    warms: Literal["", "whole", "stream"] = ""
-    """If the client only wants the prompt evaluated and saved: the form of the empty answer."""
+    warms: bool = False  # whether the client only wants the prompt evaluated and saved
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a token of the answer, or all of it, has come."""
     id: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -102,8 +101,7 @@ class Request:
         raw, body, self.salt = requests.without_salt(raw, requests.parse_body(raw))
         self.tenant = salted_tenant(secret, self.tenant, self.salt) if self.salt else self.tenant
         if body and (warming := requests.only_to_warm(self.route, body)):
-            self.warms = "stream" if body.wants_stream else "whole"
-            raw, body = warming, requests.parse_body(warming)
+            self.warms, raw, body = True, warming, requests.parse_body(warming)
         self.wishes = requests.cache_wishes(body, self.asked_cache)
         self.model = self.model or requests.model_named(raw, body)
         self.session = self.session or (body.session if body else "")

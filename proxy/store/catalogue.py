@@ -313,7 +313,7 @@ class Catalogue:
                     Candidate(checkpoint, n_common, self.is_warm(checkpoint))
                     for i, n_common in self.index.common_prefixes(some, wanted, n_most)
                     if (checkpoint := self.get(i)) and checkpoint.namespace == namespace
-                    if not self._is_out_of_use(i)
+                    if not self.is_quarantined(checkpoint)
                 ]
                 yield from sorted(found, key=lambda c: -c.n_common)
 
@@ -345,11 +345,8 @@ class Catalogue:
 
     def is_quarantined(self, checkpoint: Checkpoint) -> bool:
         """Return whether a checkpoint is not to be used, in quarantine or because it could not be read."""
-        return self._is_out_of_use(checkpoint.id)
-
-    def _is_out_of_use(self, checkpoint_id: CheckpointId) -> bool:
-        is_unread = self._unread_until.get(checkpoint_id, 0.0) > time.monotonic()
-        return is_unread or checkpoint_id in self._quarantined
+        is_unread = self._unread_until.get(checkpoint.id, 0.0) > time.monotonic()
+        return is_unread or checkpoint.id in self._quarantined
 
     def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
         """Note that a request has this prompt: the tokens that it shares with checkpoints are in use."""

@@ -173,7 +173,7 @@ def edits_of(
     elif answer.status >= 400 and of_anthropic:
         edit = partial(anthropic_error, answer.status)
     if request and request.warms:
-        is_stream, true = request.warms == "stream", edit or _AS_IT_IS
-        return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
+        true = edit or _AS_IT_IS
+        return None, lambda body: empty_answer(path, true(body))
     # Read whole: some failures are not passed on.
     return None, edit or (_AS_IT_IS if answer.status == 500 else None)

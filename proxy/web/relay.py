@@ -245,8 +245,6 @@ class Exchange:
         incoming, answer, headers = self.incoming, self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
-        if answer.status == 200 and self.request and self.request.warms == "stream":
-            headers["Content-Type"] = _EVENTS
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
         elif _is_of_type(answer, _EVENTS):

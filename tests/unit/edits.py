@@ -8,7 +8,7 @@ from proxy.web.errors import Edit, StreamEdit, edits_of
 
 
 def _request(n_found: int | None) -> Any:
-    return SimpleNamespace(account=SimpleNamespace(n_reused=n_found), warms="")
+    return SimpleNamespace(account=SimpleNamespace(n_reused=n_found), warms=False)
 
 
 def _answer(status: int, content_type: str) -> Any:

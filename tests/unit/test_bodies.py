@@ -308,7 +308,7 @@ def test_wishes_are_read_from_the_body_and_from_the_header(
 @pytest.mark.parametrize(
     ("route", "fields", "expected"),
     [
-        (Route.MESSAGES, {"max_tokens": 0, "stream": True}, {"max_tokens": 1}),
+        (Route.MESSAGES, {"max_tokens": 0, "stream": True}, {"max_tokens": 1, "stream": True}),
         (Route.MESSAGES, {"max_tokens": 1}, None),
         (Route.CHAT, {"max_tokens": 0}, None),
         (
