@@ -160,6 +160,7 @@ def _cause_in_tools(pair: _Pair) -> Cause:
 
 
 def _cause_in_system(pair: _Pair) -> Cause:
+    # Another agent may be asked the same question, but has no history.
     goes_on = pair.is_same and (pair.at is None or len(pair.new.sketch.own) > 1)
     is_alike = pair.at is not None and _is_system_alike(pair.new, pair.old, pair.at)
     return Cause.SYSTEM_TEXT if goes_on or is_alike else Cause.FIRST_SIGHT
