@@ -41,7 +41,7 @@ def main() -> None:
 for command in (
     *(serve.serve, serve.run, serve.warm),
     *(look.doctor, look.config_, connect.connect, look.explain, look.stats),
-    *(store.ls, store.pin, store.unpin, store.rm, store.purge),
+    *(store.ls, store.pin, store.unpin, store.rm),
     *(store.check, store.export, store.import_, trace.trace, trace.bench),
 ):
     main.add_command(command)

@@ -346,8 +346,8 @@ class RunningProxy:
                 fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
             fail(
                 f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
-                " is another. Without a proxy, `ls`, `pin`, `unpin`, `rm` and `purge` take"
-                " --slot-save-path DIRECTORY",
+                " is another. Without a proxy, `ls`, `pin`, `unpin` and `rm` take --slot-save-path"
+                " DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 

@@ -166,7 +166,7 @@ def _set_pinned(store: command.Store, names: Sequence[str], *, is_pinned: bool) 
     )
 
 
-# `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by namespace and age.
+# `llama-prefix-cache rm`: deletes checkpoints by name, by age, or all.
 
 
 def age_seconds(text: str) -> int:
@@ -177,93 +177,54 @@ def age_seconds(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
-_pinned_option = click.option("--pinned", is_flag=True, help="Pinned checkpoints too.")
-
-
 @click.command()
-@names_argument
+@click.argument("names", nargs=-1, metavar="[ID...]")
+@click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused for AGE.")
+@click.option("--everything", is_flag=True, help="All checkpoints, in place of IDs.")
+@click.option("--pinned", is_flag=True, help="Pinned checkpoints too.")
 @command.yes_option
-@_pinned_option
 @command.with_store
-def rm(store: command.Store, names: tuple[str, ...], pinned: bool) -> None:
-    """Delete checkpoints by their ids.
+def rm(
+    store: command.Store, names: tuple[str, ...], unused_for: int, everything: bool, pinned: bool
+) -> None:
+    """Delete checkpoints by their ids, by age, or all.
 
     \b
     llama-prefix-cache rm 00f3b1c2
     llama-prefix-cache rm --yes 5d3a90c2      all of a header, without being asked
+    llama-prefix-cache rm --unused-for 7d
+    llama-prefix-cache rm --everything --pinned
 
     ID is the beginning of an id that ls shows, of a checkpoint or of a whole session, header or namespace;
-    or the name of a model. Pinned checkpoints stay, unless --pinned is given. Slots keep what they hold.
+    or the name of a model. AGE is written as 30m, 12h or 7d. Deleting several asks first. Pinned
+    checkpoints stay, unless --pinned is given. Slots keep what they hold: to erase a text, restart
+    llama-server as well.
     """
-    deleted = _delete(store, all_named(store, names), with_pinned=pinned)
-    _tell_deleted(deleted)
-    if deleted.n_pinned or deleted.n_in_use:
-        sys.exit(command.Exit.FAILED)
-
-
-@click.command()
-@click.option("--namespace", metavar="ID", help="Only this id, as ls shows it, or this model.")
-@click.option("--unused-for", metavar="AGE", type=age_seconds, default="0s", help="Unused for AGE.")
-@click.option("--everything", is_flag=True, help="Without any condition.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@command.yes_option
-@_pinned_option
-@command.with_store
-def purge(
-    store: command.Store,
-    namespace: str | None,
-    unused_for: int,
-    everything: bool,
-    dry_run: bool,
-    pinned: bool,
-) -> None:
-    """Delete checkpoints by namespace or age.
-
-    \b
-    llama-prefix-cache purge --unused-for 7d
-    llama-prefix-cache purge --namespace 9f0c3a11 --dry-run
-    llama-prefix-cache purge --everything --pinned --yes
-
-    AGE is written as 30m, 12h or 7d. Pinned checkpoints stay, unless --pinned is given. Slots keep what
-    they hold: to erase a text, restart llama-server as well.
-    """
-    if everything == bool(namespace or unused_for):
-        command.fail("give --namespace and/or --unused-for, or --everything", command.Exit.USAGE)
+    if everything == bool(names or unused_for):
+        command.fail("give IDs and/or --unused-for, or --everything", command.Exit.USAGE)
     unused_since = time.time() - unused_for
-    chosen = all_named(store, [namespace]) if namespace else store.checkpoints()
-    chosen = [checkpoint for checkpoint in chosen if checkpoint.last_used_at <= unused_since]
-    _tell_deleted(_delete(store, chosen, with_pinned=pinned, is_dry_run=dry_run))
-
-
-def _delete(
-    store: command.Store, chosen: Checkpoints, *, with_pinned: bool, is_dry_run: bool = False
-) -> Deleted:
-    """Delete checkpoints, pinned ones only if *with_pinned*; ask first if there are several."""
-    going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
+    listed = all_named(store, names) if names else store.checkpoints()
+    chosen = [checkpoint for checkpoint in listed if checkpoint.last_used_at <= unused_since]
+    going = [checkpoint for checkpoint in chosen if pinned or not checkpoint.is_pinned]
     n_pinned = len(chosen) - len(going)
-    if is_dry_run:
-        n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
-        return Deleted(len(going), n_bytes, n_pinned, is_dry_run=True)
     if len(going) > 1:
         stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
         command.agree(f"Delete {_sum(going)}{stay}?")
-    replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
-    return Deleted(
+    replies = [store.delete(checkpoint, with_pinned=pinned) for checkpoint in going]
+    deleted = Deleted(
         sum(reply.n_deleted for reply in replies),
         sum(reply.deleted_bytes for reply in replies),
         n_pinned + sum(reply.n_pinned for reply in replies),
         sum(reply.n_in_use for reply in replies),
     )
-
-
-def _tell_deleted(deleted: Deleted) -> None:
-    verb = "would delete" if deleted.is_dry_run else "deleted"
-    words = [f"{verb} {command.checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
+    words = [f"deleted {command.checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
         words.append(f"pinned ones stay: {deleted.n_pinned} (--pinned deletes them too)")
     if deleted.n_in_use:
         words.append(f"in use, try again: {deleted.n_in_use}")
     command.answer(deleted, "; ".join(words))
+    if names and (deleted.n_pinned or deleted.n_in_use):
+        sys.exit(command.Exit.FAILED)
 
 
 # `llama-prefix-cache check`: compares the index with the files, and repairs it.

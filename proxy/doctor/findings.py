@@ -242,7 +242,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
             "A prompt is answered otherwise while another slot runs: answers and states are wrong."
         )
         cure = "Start llama-server with --no-repack (a CPU with AMX needs that), or with -np 1"
-        cure += "; then remove the wrong states: llama-prefix-cache purge --everything"
+        cure += "; then remove the wrong states: llama-prefix-cache rm --everything"
         yield limit("several slots", text, cure)
     if facts.is_asleep:
         text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
@@ -348,7 +348,7 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
         f"{have}; none fits: they are of another model, another cache layout or other adapters. They take"
         " up the budget until newer checkpoints push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
-        " each model a --slot-save-path of its own; to delete them: llama-prefix-cache purge --everything"
+        " each model a --slot-save-path of its own; to delete them: llama-prefix-cache rm --everything"
         f" --slot-save-path {setup.settings.slot_save_path}",
     )
 

@@ -130,13 +130,12 @@ class Outline:
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """The outcome of deleting checkpoints; of a dry run the outcome that a deletion would have."""
+    """The outcome of deleting checkpoints."""
 
     n_deleted: int = 0
     deleted_bytes: int = 0
     n_pinned: int = 0
     n_in_use: int = 0
-    is_dry_run: bool = False
 
 
 class ListedCheckpoint(msgspec.Struct, frozen=True):

@@ -57,8 +57,8 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
         except BlockingIOError as error:
             raise StoreLocked(
                 f"another llama-prefix-cache uses {directory}{_holder(descriptor)}: stop it first, or"
-                " give another directory. Without --slot-save-path, `ls`, `pin`, `unpin`, `rm` and"
-                " `purge` ask it"
+                " give another directory. Without --slot-save-path, `ls`, `pin`, `unpin` and `rm`"
+                " ask it"
             ) from error
         except OSError as error:
             error.filename = str(path)

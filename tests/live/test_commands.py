@@ -136,8 +136,8 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         n_prompt = reply["usage"]["prompt_tokens"]
         assert reply["timings"]["cache_n"] > n_prompt - 300 > 1000
         assert await rig.evaluated() - before < 400
-        purged = await asked("purge", "--everything", "--yes", "--admin", rig.admin_url)
-        assert purged["n_deleted"] >= 1 and not list(second.glob("lpc-*"))
+        deleted = await asked("rm", "--everything", "--yes", "--admin", rig.admin_url)
+        assert deleted["n_deleted"] >= 1 and not list(second.glob("lpc-*"))
 
 
 async def export_again(file: Any, *export: object) -> None:

@@ -92,8 +92,7 @@ async def test_commands_before_a_router_say_which_model(
         await rig.settled()
         status, output = await command("ls", "full", *admin)
         assert status == 0 and re.search(r"^full .*  [0-9a-f]{8}$", output, re.M)
-        purged = await asked("purge", "--namespace", "full", "--dry-run", *admin)
-        assert purged["n_deleted"] == len((await asked("ls", *admin))["checkpoints"]) > 0
+        assert (await asked("ls", "full", *admin)) == (await asked("ls", *admin))
         status, output = await command("ls", "hybrid", *admin)
         assert status == 1 and "no model is called 'hybrid'" in output
         setup = await setup_of(

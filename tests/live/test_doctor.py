@@ -296,7 +296,7 @@ async def test_checkpoints_are_told_from_those_of_another_model(
     assert "of another model" in problem
     assert (
         "a --slot-save-path of its own" in problem
-        and f"purge --everything --slot-save-path {directory}" in problem
+        and f"rm --everything --slot-save-path {directory}" in problem
     )
 
 

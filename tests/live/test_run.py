@@ -187,7 +187,7 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
         assert refused.returncode == 2 and "give --api-key KEY" in refused.stderr
         assert command(*asking, "--api-key", "a-key").returncode == 0
     assert run.stop() == 0
-    for words in (["ls"], ["check"], ["purge", "--unused-for", "7d", "--dry-run"]):
+    for words in (["ls"], ["check"], ["rm", "--unused-for", "7d"]):
         done = command(*words)
         assert done.returncode == 0, done.stderr
     assert (

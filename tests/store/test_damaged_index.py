@@ -392,7 +392,7 @@ def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
         assert (done.returncode, done.stdout) == (1, "")
         assert "is damaged" in done.stderr and "check --fix" in done.stderr
         assert len(done.stderr.splitlines()) == 1
-    arguments = ["purge", "--everything", "-y", "--slot-save-path", str(directory)]
+    arguments = ["rm", "--everything", "-y", "--slot-save-path", str(directory)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1 and "check --fix" in result.output
     with pytest.raises(StoreFault, match="is damaged"):

@@ -1,4 +1,4 @@
-"""Work on a store that no proxy uses: checked and mended, exported and imported, purged."""
+"""Work on a store that no proxy uses: checked and mended, exported and imported, deleted."""
 
 import json
 import os
@@ -214,7 +214,7 @@ async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path
     assert not list(second.glob("lpc-*"))
     status, output = run(second, "import", "--other-model", str(file))
     assert status == 0 and "is new" not in output and "model never ran here" in output
-    assert run(second, "purge", "--everything", "--yes")[0] == 0
+    assert run(second, "rm", "--everything", "--yes")[0] == 0
     imported = take(second, file, may_be_other_model=True)
     # The id that the other model has here is not taken for ours.
     assert len(imported.entered) == 2 and imported.entered[0].namespace != OURS
@@ -398,13 +398,15 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     assert run(directory, "pin", first[:6])[0] == 0
     assert [c["is_pinned"] for c in listed(directory) if c["id"] == first] == [True]
     assert run(directory, "rm", "ffff" * 4)[0] == run(directory, "rm", "a")[0] == 1
-    assert run(directory, "purge")[0] == run(directory, "purge", "--unused-for", "soon")[0] == 2
-    assert run(directory, "purge", "--everything", "--pinned")[0] == 2  # nobody can be asked
-    namespace = OURS.hex()[:8]
-    would = run(directory, "purge", "--namespace", namespace, "--dry-run", "--json")
-    assert json.loads(would[1])["n_deleted"] == 1 and len(listed(directory)) == 2
-    assert "deleted 0" in run(directory, "purge", "--unused-for", "1h")[1]
-    status, output = run(directory, "purge", "--everything", "--yes")
+    assert run(directory, "rm")[0] == run(directory, "rm", "--unused-for", "soon")[0] == 2
+    assert run(directory, "rm", first, "--everything")[0] == 2
+    for several in ("--everything", OURS.hex()[:8]):
+        status, output = run(directory, "rm", several, "--pinned")  # nobody can be asked
+        assert status == 2 and "Delete 2 checkpoints with " in output
+    for names in ([], [OURS.hex()[:8]]):
+        assert "deleted 0" in run(directory, "rm", *names, "--unused-for", "1h")[1]
+    assert len(listed(directory)) == 2
+    status, output = run(directory, "rm", "--everything", "--yes")
     assert status == 0 and "pinned ones stay: 1" in output
     assert [c["id"] for c in listed(directory)] == [first]
     file = tmp_path / "one.lpc"
@@ -421,6 +423,6 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     assert run(directory, "check", "--fix")[0] == run(directory, "check")[0] == 0
     assert run(directory, "check", "--fix")[1].rstrip().endswith(f" in {directory}: no problems")
     with opened(directory):
-        for held in (["ls"], ["check"], ["import", str(file)], ["purge", "--everything", "--yes"]):
+        for held in (["ls"], ["check"], ["import", str(file)], ["rm", "--everything", "--yes"]):
             status, output = run(directory, *held)
             assert status == 69 and f"another llama-prefix-cache uses {directory}" in output

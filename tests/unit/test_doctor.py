@@ -193,7 +193,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(LIMIT, "slot files", "Version 5", "newer llama-prefix-cache"),
         ),
         (server(save_seconds=109.0), *(LIMIT, "cost", "stops all slots for 109 s", "faster disk")),
-        (stored(3), *(LIMIT, "checkpoints", "they are of another model", "purge --everything")),
+        (stored(3), *(LIMIT, "checkpoints", "they are of another model", "rm --everything")),
         (stored(3), *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa")),
         (
             directory(index_problem="it cannot be read"),
