@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 import uvloop
 
 from proxy.app import Running, run_proxy
@@ -317,8 +316,6 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     help="In place of FILE: a request that was answered not long ago, by the id of its log line.",
 )
 @click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
-@click.option("--model", metavar="NAME", help="Where there are several, in place of FILE's own.")
-@click.option("--path", help="API of the body, such as /v1/messages. [found from its fields]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", help="Its users' key: each has its own states.")
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
 @command.with_proxy
@@ -327,8 +324,6 @@ def warm(
     file: Any,
     request_id: str | None,
     whole: bool,
-    model: str | None,
-    path: str | None,
     api_key: str | None,
     pin: bool,
 ) -> None:
@@ -338,7 +333,6 @@ def warm(
     llama-prefix-cache warm first-request.json
     llama-prefix-cache warm --pin --whole first-request.json
     jq '.body' captured.json | llama-prefix-cache warm -
-    llama-prefix-cache warm --model qwen3 first-request.json     before a router or llama-swap
     llama-prefix-cache warm --from-request last
 
     FILE is a request's body as JSON, as a client sends it to any of the cached APIs. The state of its tools
@@ -350,12 +344,9 @@ def warm(
     """
     if (file is None) == (request_id is None):
         raise click.UsageError("give either FILE or --from-request")
-    if request_id is not None and (path is not None or model is not None):
-        raise click.UsageError("--path and --model are for FILE")
-    given = {"path": path, "whole": "1" if whole else None, "request": request_id}
-    query = {name: value for name, value in given.items() if value}
+    query = {"whole": str(whole)} | ({"request": request_id} if request_id else {})
     headers = {"X-Api-Key": api_key} if api_key else {}
-    body = for_model(file.read(), model) if file else b""
+    body = file.read() if file else b""
     last: dict[str, Any] = {}
     with command.progress("evaluating", None) as update:
         for last in proxy.lines("/warm", query=query, body=body, headers=headers):
@@ -366,23 +357,16 @@ def warm(
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
-    pin = any(c.is_pinned for c in proxy.checkpoints() if c.id == warmed["id"])
+        warmed["is_pinned"] = True
     took = f"evaluated in {seconds_in_words(warmed['seconds'])}"
     how = "stored already" if warmed["was_kept"] else took
-    stays = "and pinned" if pin else "kept until the room is needed; --pin keeps them for good"
+    stays = (
+        "and pinned"
+        if warmed["is_pinned"]
+        else "kept until the room is needed; --pin keeps them for good"
+    )
     command.answer(
-        {**warmed, "is_pinned": pin},
+        warmed,
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens: {how}, {stays} "
         f"({warmed['id'][:8]}, {size_in_words(warmed['size_bytes'])})",
     )
-
-
-def for_model(body: bytes, model: str | None) -> bytes:
-    """Return a request's body with another model; an invalid body is returned for the proxy to refuse."""
-    if model is None:
-        return body
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except ValueError:
-        return body
-    return msgspec.json.encode({**fields, "model": model})

@@ -136,6 +136,7 @@ class Warming:
             "n_header_tokens": prompt.cuts.header,
             "n_prompt_tokens": prompt.n_tokens,
             "was_kept": was_kept,
+            "is_pinned": checkpoint.is_pinned,
             "seconds": round(time.monotonic() - began, 3),
         }
 

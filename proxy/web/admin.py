@@ -26,7 +26,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy import __version__
 from proxy.core.eviction import Removal
-from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, state_of
 from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
@@ -54,7 +53,6 @@ _SENT = (
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """Paths whose answers have no word of any prompt."""
-_CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
@@ -268,7 +266,7 @@ class Admin:
     # Warming: a header is evaluated and kept before somebody needs it.
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
-        """Evaluate and keep the header of the request in the body; `path` names its API.
+        """Evaluate and keep the header of the request in the body, of any of the cached APIs.
 
         With `request` in the query, the header of that earlier request is kept instead, by its id or as the
         last one. The answer has a line of JSON for each progress, and one for the end.
@@ -313,11 +311,9 @@ class Admin:
         """Return a request that evaluates the header of the request in the body; raises 400."""
         if (body := requests.parse_body(await request.read())) is None:
             raise _refused(web.HTTPBadRequest, "the body is no JSON object")
-        path = request.query.get("path") or requests.route_path(body)
-        route = requests.generation_route("POST", path)
-        if route not in _CACHED:
-            nothing = "the body is no request: it has no messages, prompt or input"
-            why = f"{path} is no API whose prompts are cached" if path else nothing
+        path = requests.route_path(body)
+        if (route := requests.generation_route("POST", path)) is None:
+            why = "the body is no request: it has no messages, prompt or input"
             raise _refused(web.HTTPBadRequest, why)
         try:
             wanted = requests.header_request(route, body, is_whole=is_whole)

@@ -78,7 +78,8 @@ async def test_commands_before_a_router_say_which_model(
         warm = ("warm", tmp_path / "request.json", *admin)
         status, output = await command(*warm)
         assert status == 1 and "no model 'nosuch'" in output
-        warmed = await asked(*warm, "--model", "full")
+        (tmp_path / "request.json").write_text(json.dumps({**body, "model": "full"}))
+        warmed = await asked(*warm)
         assert warmed["n_usable"] >= warmed["n_header_tokens"] > 0
         reply = await rig.chat(MESSAGES[0], tools=TOOLS, model="full")
         assert reply["timings"]["cache_n"] >= warmed["n_header_tokens"]

@@ -29,7 +29,6 @@ from proxy.cli.command import (
     table_of,
 )
 from proxy.cli.look import explanation_text, stats_rows
-from proxy.cli.serve import for_model
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.errors import in_words
@@ -280,13 +279,6 @@ def test_explanation_names_the_llama_server_where_there_are_several() -> None:
 
     assert first_line("full") == "hit  5f0c1a2b  /v1/messages  by full"
     assert first_line(None) == "hit  5f0c1a2b  /v1/messages"
-
-
-def test_body_to_warm_is_for_the_model_that_was_named() -> None:
-    body = b'{"model": "a", "messages": [{"n": 1.50}]}'
-    assert for_model(body, None) == body
-    assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
-    assert for_model(b"no JSON", "b") == b"no JSON"
 
 
 def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) -> None:
