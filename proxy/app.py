@@ -51,8 +51,6 @@ from proxy.web.page import LivePage
 from proxy.web.writer import Connection, Unread
 
 if TYPE_CHECKING:
-    from proxy.shared.bucket import Bucket
-    from proxy.shared.objects import Sealing
     from proxy.shared.tier import Tier
 
 
@@ -118,35 +116,22 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 def open_tier(settings: Settings, shared: Services) -> "Tier | None":
     """Return the shared store, None if there is none to be used; raises SettingsError."""
-    store = shared.opened_store
-    if store is None or store.files.is_readonly or (opened := open_bucket(settings)) is None:
-        return None
-    from proxy.shared.remote import Remote
-    from proxy.shared.tier import Tier
-
-    (bucket, sealing), limits = opened, parse_shared_store(settings.shared_store)[2]
-    seen = shared.metrics, shared.all_degradations, shared.faults
-    try:
-        return Tier(Remote(store, bucket, sealing, shared.present, *seen), limits)
-    except StoreFault as fault:
-        shared.all_degradations.begin(DegradationKind.SHARED_STORE_AWAY, str(fault))
-        return None
-
-
-def open_bucket(settings: Settings, *, only_looks: bool = False) -> "tuple[Bucket, Sealing] | None":
-    """Return the bucket of `shared_store`, and what seals it; None if it is not set.
-
-    One that *only_looks* makes no directory. Raises SettingsError if it cannot be used.
-    """
-    url, key_file, _ = parse_shared_store(settings.shared_store)
-    if not url:
+    store, (url, key_file, limits) = shared.opened_store, parse_shared_store(settings.shared_store)
+    if store is None or store.files.is_readonly or not url:
         return None
     # Loaded only where `shared_store` is set.
     from proxy.shared.bucket import Bucket
     from proxy.shared.objects import Sealing, read_key
+    from proxy.shared.remote import Remote
+    from proxy.shared.tier import Tier
 
     sealing = Sealing(read_key(Path(key_file)) if key_file else b"")
-    return Bucket(url, only_looks=only_looks), sealing
+    seen = shared.metrics, shared.all_degradations, shared.faults
+    try:
+        return Tier(Remote(store, Bucket(url), sealing, shared.present, *seen), limits)
+    except StoreFault as fault:
+        shared.all_degradations.begin(DegradationKind.SHARED_STORE_AWAY, str(fault))
+        return None
 
 
 @asynccontextmanager

@@ -19,7 +19,6 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from proxy.app import open_bucket
 from proxy.cli import command
 from proxy.core.messages import Kind
 from proxy.core.rates import seconds_in_words
@@ -29,7 +28,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost, shortened
 from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, Settings, merge_settings, read_sources, size_in_words, written
+from proxy.settings import NAMES, merge_settings, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 
@@ -253,15 +252,14 @@ _SHOWN = {
 
 @click.command()
 @command.setting_options(
-    *("upstream", "slot_save_path", "upstream_api_key", "admin", "admin_token_file"),
-    *("max_store_bytes", "shared_store"),
+    *("upstream", "slot_save_path", "upstream_api_key"),
+    *("admin", "admin_token_file", "max_store_bytes"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
 )
-@click.option("--shared", "is_shared", is_flag=True, help="Say who shares what by shared_store.")
 @command.json_option
-def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any) -> None:
+def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     """Say whether caching will work here, how well, and what mends it.
 
     \b
@@ -277,37 +275,11 @@ def doctor(config: Path | None, model: str | None, is_shared: bool, **flags: Any
     """
     settings = command.settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
-    if is_shared:
-        return _tell_shares(settings)
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
     examined = examine(settings, model=model or "", has_default_directory=is_default)
     setup = _until_interrupted(examined)
     command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
-
-
-def _tell_shares(settings: Settings) -> None:
-    """Print the states of each host in the shared store, and why some hosts do not share."""
-    from proxy.shared.bucket import survey
-
-    if not settings.shared_store and (proxy := command.proxy_of(settings)).is_there():
-        told = proxy.told().get("shared_store", "")
-        settings = msgspec.structs.replace(settings, shared_store=told)
-    is_unset = "shared_store is not set, here or in a proxy that runs: give --shared-store URL"
-    bucket = open_bucket(settings, only_looks=True) or command.fail(is_unset)
-    shares = asyncio.run(survey(*bucket))
-    now = time.time()
-    rows = [
-        (
-            f"{share.host or '?'} ({share.writer})",
-            share.model or "sealed with another key",
-            command.checkpoints_in_words(share.n_states, share.size_bytes),
-            command.age_in_words(now - share.newest_at),
-            "; ".join(f"not shared with {why}" for why in share.apart),
-        )
-        for share in shares
-    ]
-    command.answer(shares, command.table_of(rows) if rows else "nothing is in the shared store")
 
 
 def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:

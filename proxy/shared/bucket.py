@@ -1,9 +1,8 @@
 """The bucket or directory behind `shared_store`: its objects are listed, read, written and deleted.
 
-`survey` says whose they are. The only module that knows obstore, which is loaded with the first bucket.
-Every call ends: a connection on which nothing comes is given up. Credentials and the endpoint come from the
-environment, as for any client of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no
-message.
+The only module that knows obstore, which is loaded with the first bucket. Every call ends: a connection on
+which nothing comes is given up. Credentials and the endpoint come from the environment, as for any client
+of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no message.
 """
 
 import asyncio
@@ -11,7 +10,6 @@ import atexit
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,13 +17,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from proxy.core.model import is_same_canary
-from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
+from proxy.errors import SettingsError, SharedStoreFault, in_words
 from proxy.shared import objects
-from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, Listed, Meta, Sealing, listed
-from proxy.store.known_models import Owner
+from proxy.shared.objects import ORPHAN_SECONDS, Listed, listed
 
 _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
@@ -47,11 +41,8 @@ class Gone(SharedStoreFault):
 class Bucket:
     """The objects under one URL."""
 
-    def __init__(self, url: str, *, only_looks: bool = False) -> None:
-        """Raises SettingsError if the URL cannot be used; nothing is asked of the store yet.
-
-        A bucket that *only_looks* makes no directory, and deletes nothing that is left over there.
-        """
+    def __init__(self, url: str) -> None:
+        """Raises SettingsError if the URL cannot be used; nothing is asked of the store yet."""
         try:
             import obstore
             from obstore.exceptions import BaseError
@@ -83,9 +74,9 @@ class Bucket:
             if scheme == "file":  # what is made here is its owner's alone
                 self._directory = directory = Path(rest).absolute()
                 url = f"file://{directory}"
-                directory.stat() if only_looks else directory.mkdir(mode=0o700, exist_ok=True)
+                directory.mkdir(mode=0o700, exist_ok=True)
                 # What is written when its process is killed stays under such a name, and is not listed.
-                for half in () if only_looks else directory.glob(f"{objects.VERSION}/*/*#*"):
+                for half in directory.glob(f"{objects.VERSION}/*/*#*"):
                     with suppress(OSError):
                         if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
                             half.unlink()
@@ -213,74 +204,3 @@ def _told(error: BaseException) -> str:
         return in_words(error)
     line = str(error).partition("\n")[0]
     return re.sub(r" in [\d.]+\S*s,? ?.*? - ", ": ", line)[:300]
-
-
-# Who has put what there, and why two writers do not share: for `doctor --shared`.
-
-
-class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What one writer has put there for one model; an empty `model` was sealed with another key."""
-
-    host: str
-    writer: str
-    model: str
-    namespace: str
-    n_states: int
-    size_bytes: int
-    newest_at: float
-    apart: tuple[str, ...] = ()
-    """Other writers of a model of this name whose states this one cannot use, each with the reason."""
-
-
-_Owned = tuple[Share, Owner | None]
-
-
-async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
-    """Return what is in the shared store, by writer and namespace; raises SharedStoreFault."""
-    found = defaultdict[tuple[str, str], list[Listed]](list)
-    async for batch in bucket.list(objects.VERSION):
-        for each in batch:
-            found[objects.writer_of(each.id), each.namespace].append(each)
-    shares = list[_Owned]()
-    for (writer, namespace), theirs in sorted(found.items()):
-        if metas := [each for each in theirs if each.kind == META]:
-            newest = max(metas, key=lambda each: each.modified_at)
-            meta: Meta | None = None
-            sealed = await bucket.read(newest.name)
-            with suppress(ValueError, StateDamaged):  # it was sealed with another key
-                meta = objects.decode_meta(sealing.open_whole(newest.name, sealed))
-            share = Share(
-                host=meta.host if meta else "",
-                writer=writer,
-                model=meta.owner.known.name if meta else "",
-                namespace=namespace,
-                n_states=len(metas),
-                size_bytes=sum(each.size_bytes for each in theirs if each.kind == STATE),
-                newest_at=newest.modified_at,
-            )
-            shares.append((share, meta.owner if meta else None))
-    return [_with_reasons(share, owner, shares) for share, owner in shares]
-
-
-def _with_reasons(share: Share, owner: Owner | None, shares: list[_Owned]) -> Share:
-    reasons = (
-        f"{other.host} ({other.writer}): {why}"
-        for other, its in shares
-        if owner and its and other.model == share.model and other.writer != share.writer
-        if (why := why_apart(owner, its))
-    )
-    return msgspec.structs.replace(share, apart=tuple(reasons))
-
-
-def why_apart(left: Owner, right: Owner) -> str:
-    """Return why the states of two owners are not shared, empty if they are."""
-    if left.static != right.static:
-        return "another model file, adapter, slot file version or cache layout"
-    if left.tenant != right.tenant:
-        return "another API key or salt"
-    a, b = left.known.canary, right.known.canary
-    if is_same_canary(a, b):
-        return ""
-    differences = (abs(x - y) for (s, x) in a for (t, y) in b if s == t)
-    most = max(differences, default=0.0)
-    return f"its predictions differ by up to {most:.2f}: other hardware, build or weights"

@@ -30,7 +30,9 @@ _OVERLAP_SECONDS = 600.0
 _READ_AT_ONCE = 32
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
-_APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
+_APART = (
+    "states of {} are not used: its model predicts differently (other hardware, build or weights)"
+)
 
 Found = tuple[str, int, float]
 """The kinds of a state's objects, their bytes, and when the newest was written. Of a hundred thousand plain

@@ -101,7 +101,6 @@ class LivePage:
         n_seen = int(number) if is_known else 0
         return {
             **status_of(self._shared, self._pool),
-            "shared_store": self._pool.settings.shared_store,
             "in_flight": [self._flight(request) for request in journal.in_flight.values()],
             "today": journal.today(),
             "keeps": journal.keep,

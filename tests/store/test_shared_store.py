@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
-from proxy.shared.bucket import Bucket, survey
+from proxy.shared.bucket import Bucket
 from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
@@ -360,21 +359,6 @@ async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None
         assert len(b.tier.remote.known) == 1, "and its record is not read again"
         # Nor kept: nobody would ever forget it.
         assert list(b.tier.remote.index.ids()) == []
-
-
-async def test_survey_tells_who_shares_what_and_why_two_do_not(
-    start: Start, tmp_path: Path
-) -> None:
-    async with start("a") as a, start("b", canary=[(5, -0.5), (6, -1.2)]) as b, start("c") as c:
-        for machine in (a, b, c):
-            await machine.save(run_of(3000))
-    bucket = Bucket(f"file://{tmp_path / 'shared'}")
-    shares = await survey(bucket, KEY)
-    assert [(s.host, s.model, s.n_states) for s in shares] == [(gethostname(), "coder", 1)] * 3
-    n_apart = sorted(len(share.apart) for share in shares)
-    assert n_apart == [1, 1, 2], "the second is alone"
-    assert all("differ by up to 0.30: other hardware" in w for s in shares for w in s.apart)
-    assert [share.model for share in await survey(bucket, Sealing(b"x" * 64))] == [""] * 3
 
 
 async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_store(
