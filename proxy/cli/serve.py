@@ -77,8 +77,8 @@ def _serve(
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
             if isinstance(error, OSError) and error.filename == address:
                 error.filename = None
-                why = process.port_refusal(*split_address(address), error)
-                command.fail(f"cannot {why}: give another {flag}", command.Exit.UNAVAILABLE)
+                why = f"cannot listen on {address}: {in_words(error)}: give another {flag}"
+                command.fail(why, command.Exit.UNAVAILABLE)
         command.fail(error, command.Exit.UNAVAILABLE)
     except asyncio.CancelledError:
         command.fail("stopped early: a request or a save was cut short", command.Exit.CUT_SHORT)

@@ -7,7 +7,6 @@ without `exec` outlives a proxy that is killed, because only the script is known
 """
 
 import asyncio
-import errno
 import os
 import re
 import signal
@@ -96,34 +95,8 @@ def free_port(host: str, port: int = 0) -> int:
             probe.bind(address)
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise OSError(f"llama-server cannot {port_refusal(host, port, error)}") from error
-
-
-def port_refusal(host: str, port: int, error: OSError) -> str:
-    """Return why nothing can listen on *port* of *host*, and what else listens there."""
-    who = _listener(port) if error.errno == errno.EADDRINUSE else ""
-    return f"listen on {host}:{port}: {in_words(error)}{f' by {who}' if who else ''}"
-
-
-def _listener(port: int) -> str:
-    """Return the process of this machine that listens on *port*, empty if it is not known."""
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                _, local, _, state, *_, inode = line.split()[:10]
-                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{inode}]")
-    for opened in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
-        with suppress(OSError):
-            if os.readlink(opened) in sockets:
-                process = Path(*opened.parts[:3])
-                name = process.joinpath("comm").read_text().strip()  # of 15 characters at most
-                words = process.joinpath("cmdline").read_text(errors="replace").split("\0")
-                names = (Path(word).name for word in words)
-                name = next((each for each in names if each.startswith(name)), name)
-                return f"{name} (process {opened.parts[2]})"
-    return ""
+        why = f"llama-server cannot listen on {host}:{port}: {in_words(error)}"
+        raise OSError(why) from error
 
 
 # One process: its start and its end.

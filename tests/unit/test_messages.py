@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import PIPE, Popen
 from threading import Thread
 
 import pytest
@@ -18,7 +17,6 @@ from click.testing import CliRunner
 from proxy.__main__ import main
 from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
-from proxy.run.process import port_refusal
 from proxy.settings import ENVIRONMENT_PREFIX
 from tests.lab.server import REPOSITORY
 
@@ -229,15 +227,12 @@ def taken() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--admin"])
-def test_port_that_is_taken_is_told_with_its_flag_and_its_owner(
-    tmp_path: Path, taken: str, flag: str
-) -> None:
+def test_port_that_is_taken_is_told_with_its_flag(tmp_path: Path, taken: str, flag: str) -> None:
     free = {"--listen": "127.0.0.1:0", "--admin": "127.0.0.1:0"} | {flag: taken}
     flags = [part for pair in free.items() for part in pair]
     status, said = told("serve", "--slot-save-path", tmp_path, *flags)
     assert status == 69
-    assert f"cannot listen on {taken}: address already in use by " in said
-    assert f"(process {os.getpid()})" in said and f"give another {flag}" in said
+    assert f"cannot listen on {taken}: address already in use: give another {flag}" in said
 
 
 def test_port_that_is_taken_is_told_before_llama_server_is_started(
@@ -247,22 +242,6 @@ def test_port_that_is_taken_is_told_before_llama_server_is_started(
     flags = ("--slot-save-path", tmp_path, "--listen", taken, "--admin", "127.0.0.1:0")
     status, said = told("run", *flags, "--", program)
     assert status == 69 and said.startswith(f"llama-prefix-cache: cannot listen on {taken}")
-
-
-def test_owner_of_a_port_is_told_with_its_whole_name(tmp_path: Path) -> None:
-    """The kernel keeps 15 characters of it, and command lines may be no text."""
-    script = tmp_path / "a-name-of-many-letters"
-    script.write_text(
-        f"#!{sys.executable}\nimport socket, sys\nlistener = socket.create_server(('127.0.0.1', 0))\n"
-        "print(listener.getsockname()[1], flush=True)\nsys.stdin.read()\n"
-    )
-    script.chmod(0o755)
-    with Popen([script, b"\xff"], stdin=PIPE, stdout=PIPE) as owner:
-        assert owner.stdout is not None
-        port = int(owner.stdout.readline())
-        said = port_refusal("127.0.0.1", port, OSError(errno.EADDRINUSE, "Address in use"))
-        owner.communicate()
-    assert said.endswith(f" by {script.name} (process {owner.pid})")
 
 
 def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
