@@ -5,9 +5,8 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -20,13 +19,12 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from proxy.cli import command
-from proxy.core.messages import Kind
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost, shortened
-from proxy.explain.views import OWN_CLIENT, Explanation, Nearest
+from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, merge_settings, read_sources, size_in_words, written
 
@@ -76,29 +74,6 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     # A few short restores may have taken longer than evaluating: nothing is saved yet.
     saved = today["saved_seconds"]
     yield "time saved", f"{seconds_in_words(saved)} of evaluation" if saved > 0 else "nothing yet"
-    yield from conversations_of(overview["requests"])
-
-
-_N_CONVERSATIONS = 5
-
-
-def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the last conversations, named for people, and how much the last request of each reused."""
-    asked = (r for r in reversed(requests) if r["client"] != OWN_CLIENT and r["kind"] != Kind.AHEAD)
-    newest = {request["conversation"]: request for request in asked}
-    last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
-    for request in last:
-        used = command.age_in_words(time.time() - request["at"])
-        share = f"{(request['confirmed'] or 0) / max(1, request['n_prompt'] or 0):.0%} reused"
-        fate = "not answered" if request["outcome"] == "unanswered" else share
-        yield "conversation", f"{named_in_words(request)}: {fate}, {used}"
-
-
-def named_in_words(request: Mapping[str, Any]) -> str:
-    """Return a name of a request for people: its user's first words, the client and the model."""
-    title = f'"{request["title"]}"' if request["title"] else ""
-    named = (title, request["client"], request["model"] or "")
-    return ", ".join(filter(None, named)) or f"conversation {request['conversation']}"
 
 
 # An explanation for people, with the changes in colour.
@@ -125,8 +100,10 @@ def explanation_text(explanation: Explanation) -> Text:
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]
+    first_words = f'"{request.title}"' if request.title else ""
+    asked_by = ", ".join(filter(None, (first_words, request.client, request.model)))
     at = f"{datetime.fromtimestamp(request.at):%Y-%m-%d %H:%M:%S}"
-    lines.append(Text(f"{_visible(named_in_words(msgspec.structs.asdict(request)))}, {at}"))
+    lines.append(Text(f"{_visible(asked_by or f'conversation {request.conversation}')}, {at}"))
     if request.n_prompt is not None and request.confirmed is not None:
         reuse = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
         if request.n_missed:
