@@ -308,28 +308,22 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
 
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--other-model", is_flag=True, help="Also if the directory was used with other models only."
-)
 @partial(command.with_directory, unset="made")
-def import_(settings: Settings, file: Path, other_model: bool) -> None:
+def import_(settings: Settings, file: Path) -> None:
     """Take over the checkpoints of an exported file.
 
     \b
     llama-prefix-cache import session.lpc                 into the directory of `run`
     llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
-    A state is refused (exit status 1) if the directory was used with other models only: model file,
-    adapters, slot file version and answers must be the same. A new directory takes every state; requests
-    for another model never find it. A state is also refused if it would leave less free space than saves
-    leave (2 GiB, on a small disk a twentieth). Import only files that you trust: llama-server reads states
-    unchecked. Run import as the proxy's user, while no proxy runs on the directory.
+    Only requests for the same model file, adapters, slot file version and answers find a state: import
+    says if none such ran here yet. A state is refused (exit status 1) if it would leave less free space
+    than saves leave (2 GiB, on a small disk a twentieth). Import only files that you trust: llama-server
+    reads states unchecked. Run import as the proxy's user, while no proxy runs on the directory.
     """
     with offline.open_offline(Path(settings.slot_save_path), may_be_new=True) as store:
         with command.progress("importing", file.stat().st_size) as update:
-            imported = offline.import_checkpoints(
-                store, file, lambda n: update(advance=n), may_be_other_model=other_model
-            )
+            imported = offline.import_checkpoints(store, file, lambda n: update(advance=n))
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
     entered = command.checkpoints_in_words(len(imported.entered), n_bytes)
     lines = [f"{entered} in {settings.slot_save_path}"]

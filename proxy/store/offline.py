@@ -36,7 +36,7 @@ from proxy.store.directory import (
     read_sidecar,
 )
 from proxy.store.files import StateFiles, final_name_of, id_of, is_state_name, replacing
-from proxy.store.known_models import Owner, introduce, namespace_of, owners
+from proxy.store.known_models import Owner, introduce, namespace_of
 
 Note = Callable[[int], object]
 """Called with the number of bytes just read."""
@@ -250,18 +250,14 @@ class Imported:
     is_new_model: bool = False
 
 
-def import_checkpoints(
-    store: StoreDirectory, file: Path, note: Note, *, may_be_other_model: bool = False
-) -> Imported:
+def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Imported:
     """Enter the checkpoints of *file*; a StoreFault says how many were entered before it.
 
-    If the store knows other models, a new model is refused unless *may_be_other_model*. A state that would
-    leave less of the disk free than saves do is refused. Checkpoints entered before a fault stay: each is
-    complete by itself.
+    A state that would leave less of the disk free than saves do is refused. Checkpoints entered before a
+    fault stay: each is complete by itself.
     """
     imported = Imported()
-    # Read once: no other process writes while the directory is locked.
-    there, may_be_new = store.index.all(), may_be_other_model or not any(owners(store.index))
+    there = store.index.all()  # read once: no other process writes while the directory is locked
     try:
         with tarfile.open(file, "r:") as tar:
             while (head := tar.next()) is not None:
@@ -269,7 +265,7 @@ def import_checkpoints(
                 if sidecar is None or sidecar.owner is None:
                     raise StoreFault(f"it is not what `export` writes: {head.name} is no record")
                 record, owner = sidecar.checkpoint, sidecar.owner
-                imported.is_new_model |= _is_new(store, owner, may_be_new=may_be_new)
+                imported.is_new_model |= namespace_of(store.index, owner) is None
                 entered = _enter(store, there, record, owner, _open(tar, tar.next()))
                 if entered is None:
                     imported.n_already_there += 1
@@ -319,24 +315,6 @@ def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
     return file
 
 
-def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
-    """Return whether a model is new to the store; raises StoreFault unless it *may_be_new*.
-
-    Also raises StoreFault for a tenant of another secret, whose states no request would find here.
-    """
-    if is_of_other_secret(store.secret, owner.tenant):
-        raise StoreFault(
-            f"a state is of an API key of another directory: put {SECRET_NAME} from there into "
-            f"{store.files.directory} before any key is used here"
-        )
-    is_new = namespace_of(store.index, owner) is None
-    if is_new and not may_be_new:
-        raise StoreFault(
-            "it is of another model, adapter or slot file version, or its model answers differently here"
-        )
-    return is_new
-
-
 def _enter(
     store: StoreDirectory,
     there: list[Checkpoint],
@@ -344,7 +322,15 @@ def _enter(
     owner: Owner,
     state: IO[bytes],
 ) -> Checkpoint | None:
-    """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists."""
+    """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists.
+
+    Raises StoreFault for a tenant of another secret, whose states no request would find here.
+    """
+    if is_of_other_secret(store.secret, owner.tenant):
+        raise StoreFault(
+            f"a state is of an API key of another directory: put {SECRET_NAME} from there into "
+            f"{store.files.directory} before any key is used here"
+        )
     before = namespace_of(store.index, owner), record.content
     same = [c for c in there if (c.namespace, c.content) == before]
     if any(store.files.size_bytes(c.file_name) == c.size_bytes for c in same):

@@ -87,10 +87,10 @@ async def file(directory: Path, tmp_path: Path) -> Path:
     return tmp_path / "file.lpc"
 
 
-def take(directory: Path, file: Path, **options: Any) -> Imported:
+def take(directory: Path, file: Path) -> Imported:
     directory.mkdir(exist_ok=True)
     with open_offline(directory, may_be_new=True) as store:
-        return import_checkpoints(store, file, nothing, **options)
+        return import_checkpoints(store, file, nothing)
 
 
 def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, directory: Path) -> None:
@@ -205,17 +205,16 @@ def test_state_that_the_proxy_deletes_during_an_export_is_left_out(
     assert written == [first] and len(take(tmp_path / "second", file).entered) == 1
 
 
-async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path: Path) -> None:
+async def test_states_of_a_model_that_never_ran_here_are_told_of(
+    file: Path, tmp_path: Path
+) -> None:
     second = tmp_path / "second"
     second.mkdir()
     await meet(second, OTHER_CANARY)
-    with pytest.raises(StoreFault, match="another model"):
-        take(second, file)
-    assert not list(second.glob("lpc-*"))
-    status, output = run(second, "import", "--other-model", str(file))
-    assert status == 0 and "is new" not in output and "model never ran here" in output
+    status, output = run(second, "import", str(file))
+    assert status == 0 and "model never ran here" in output
     assert run(second, "rm", "--everything", "--yes")[0] == 0
-    imported = take(second, file, may_be_other_model=True)
+    imported = take(second, file)
     # The id that the other model has here is not taken for ours.
     assert len(imported.entered) == 2 and imported.entered[0].namespace != OURS
     with open_offline(second) as store:
