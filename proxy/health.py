@@ -96,7 +96,7 @@ class Degradations:
 
     def begin(self, kind: DegradationKind, detail: str = "") -> None:
         """Begin a condition here; if it is active already, only note a new *detail*."""
-        key, before = (self.where, kind), self.state
+        key = self.where, kind
         if known := self._active.get(key):
             self._active[key] = replace(known, detail=detail or known.detail)
             return
@@ -105,7 +105,7 @@ class Degradations:
             self._servers.add(self.where)
         self._metrics.degradations.labels(kind).inc()
         self._metrics.degraded.labels(kind).set(1)
-        self._note_change(before)
+        self._note_change()
         if begun.since - self._logged_at.get(key, -QUIET_SECONDS) < QUIET_SECONDS:
             return
         self._logged_at[key] = begun.since
@@ -125,10 +125,10 @@ class Degradations:
             key = self.where, kind
             if key not in self._active:
                 continue
-            before, ended = self.state, self._active.pop(key)
+            ended = self._active.pop(key)
             over = ": ".join(filter(None, ("over", self.where, kind.value)))
             self._metrics.degraded.labels(kind).set(kind in self)
-            self._note_change(before)
+            self._note_change()
             if self._logged_at.get(key) == ended.since:
                 self._log.info(
                     "degradation ended",
@@ -142,12 +142,13 @@ class Degradations:
     def leave(self) -> None:
         """Forget this llama-server: that it is away is no degradation."""
         self.end(*(self.kinds & OF_PROCESS))
-        before = self.state
         self._servers.discard(self.where)
-        self._note_change(before)
+        self._note_change()
 
-    def _note_change(self, before: State) -> None:
-        if (state := self.state) is not before:
+    def _note_change(self) -> None:
+        """Note since when the state holds, if it is another one than before."""
+        if (state := self.state) not in self._began:
+            self._began.clear()
             self._began[state] = self._clock()
 
 
