@@ -425,8 +425,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        text = file.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -438,13 +437,6 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
-    node: Any = yaml.compose(text, yaml.SafeLoader)
-    seen = set[str]()
-    for key, _ in node.value:
-        if key.value in seen:
-            line = key.start_mark.line + 1
-            raise SettingsError(f"{file}, line {line}: {key.value} is there twice")
-        seen.add(key.value)
     return content
 
 

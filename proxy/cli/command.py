@@ -187,7 +187,7 @@ def setting_options(*names: str) -> Callable[[Command], Command]:
     """
 
     def decorate(command: Command) -> Command:
-        command = config_option(command)
+        command = _config_option(command)
         for name in reversed(names or NAMES):
             command = _setting_option(name)(command)
         return command
@@ -206,7 +206,7 @@ def _setting_option(name: str) -> Callable[[Command], Command]:
 
 
 FILE = click.Path(dir_okay=False, path_type=Path)
-config_option = click.option(
+_config_option = click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     envvar=ENVIRONMENT_PREFIX + "CONFIG",
@@ -370,11 +370,6 @@ class RunningProxy:
         fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
 
 
-def proxy_of(settings: Settings) -> RunningProxy:
-    """Return the proxy at the address `admin`; raises SettingsError if its token cannot be read."""
-    return RunningProxy(reachable(settings.admin), token_to_show(settings))
-
-
 def _complaint(body: bytes) -> str:
     """Return the message of an error body, empty if it has none."""
     error = member(object_in(body), "error", "")
@@ -430,7 +425,8 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
         if slot_save_path is None:
             given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
-            proxy, known = proxy_of(settings), Path(settings.slot_save_path)
+            proxy = RunningProxy(reachable(settings.admin), token_to_show(settings))
+            known = Path(settings.slot_save_path)
             has_store = works_on_directories and os.path.isdir(known / "index")
             if admin is not None or not has_store or proxy.is_there():
                 command(proxy, **arguments)

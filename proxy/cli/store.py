@@ -344,22 +344,19 @@ def import_(settings: Settings, file: Path) -> None:
 
 
 def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
+    """Return the checkpoints that *text* names: a model, or the beginning of an id.
 
-    Exits if the name fits nothing, or more than one thing.
+    Exits if it is the beginning of no id, or of several.
     """
-    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
+    if of_model := [checkpoint for checkpoint in checkpoints if checkpoint.model == text]:
+        return of_model
     found: dict[str, list[ListedCheckpoint]] = {}
     for checkpoint in checkpoints:
         for node_id in (checkpoint.id, *path_to(checkpoint.parent)):
-            last = node_id.rpartition("/")[2]
+            digits = node_id.rpartition("/")[2]
             # Zeros name nothing: 0 is the id of everything unknown.
-            if node_id == text or (last.strip("0") and last.startswith(text.lower())):
+            if digits.strip("0") and digits.startswith(text.lower()):
                 found.setdefault(node_id, []).append(checkpoint)
-    if of_model:
-        if any(below != of_model for below in found.values()):
-            command.fail(f"{text!r} is a model's name and begins ids, too: give more digits")
-        return of_model
     if len(text) < _MIN_DIGITS:
         command.fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
     if len(found) != 1:

@@ -49,8 +49,7 @@ class ListedNode(msgspec.Struct, kw_only=True):
     `title` and `client` are those of the newest checkpoint; empty where they are not known, or for several
     sessions. `n_tokens` is the length of a header, or of a session's longest checkpoint; else 0. `seconds`
     is how long evaluating a header takes, or a session behind its header; null while no speed was measured.
-    `is_served` says whether llama-server now serves the model of the checkpoints, `model` is that model's
-    name. Both are null if not known.
+    `model` is the name of the checkpoints' model, null if it is not known.
     """
 
     id: str
@@ -65,7 +64,6 @@ class ListedNode(msgspec.Struct, kw_only=True):
     last_used_at: float = 0.0
     n_restores: int = 0
     seconds: float | None = None
-    is_served: bool | None = None
     model: str | None = None
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -113,7 +111,7 @@ class Outline:
         is_session = node.level == "session"
         n_header = newest.header if is_session or node.level == "header" else 0
         begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
-        namespace, rates = newest.namespace, rates_by.get(newest.namespace)
+        rates = rates_by.get(newest.namespace)
         evaluation = rates.evaluation_seconds(begin, end) if rates and rates.is_measured else None
         return msgspec.structs.replace(
             node,
@@ -121,8 +119,7 @@ class Outline:
             client=newest.title.client if n_header or is_session else "",
             n_tokens=end,
             seconds=None if evaluation is None else round(evaluation, 3),
-            is_served=namespace in rates_by if rates_by and node.id else None,
-            model=names.get(namespace) if node.id else None,
+            model=names.get(newest.namespace) if node.id else None,
         )
 
     def __len__(self) -> int:

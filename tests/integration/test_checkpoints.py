@@ -129,7 +129,7 @@ async def test_store_is_shown_as_a_tree(start_rig: StartRig) -> None:
             await rig.settled()
         store, namespace, head, *sessions = (await ask(rig, "GET", "/tree"))[1]["nodes"]
         assert store["level"] == "store" and store["n_checkpoints"] == len(await listed(rig))
-        assert namespace["is_served"] and namespace["size_bytes"] == store["size_bytes"]
+        assert namespace["size_bytes"] == store["size_bytes"]
         assert head["n_tokens"] > 0 and head["parent"] == namespace["id"]
         assert head["client"].startswith("Python 3")
         assert sorted(session["title"][:6] for session in sessions) == ["first ", "second"]

@@ -68,7 +68,6 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> No
     assert names("1b70c4d2") == [100]
     assert names("5d3a") == [100, 200]
     assert names(NAMESPACE.hex()[:6]) == [100, 200]
-    assert names(f"{NAMESPACE.hex()}/{HEADER:016x}/{SESSION:016x}") == [100]
     assert names(OTHER_NAMESPACE.hex()) == names("00ffff") == names("coder") == [300]
     for text, complaint in (
         ("abcd", "2 ids"),
@@ -76,14 +75,8 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> No
         ("1234", "no model"),
         ("0000", "no model"),  # what is not known is no name
         ("nonsense", "no model"),
-        (f"{NAMESPACE.hex()}/99", "no model"),
     ):
         assert complaint in refused(text, LISTED, capsys)
-
-
-def test_name_of_a_model_that_begins_ids_too_is_asked_back(capsys: Capture) -> None:
-    both = [list_checkpoint(stored, {OTHER_NAMESPACE: "abcd"}) for stored in STORED]
-    assert "begins ids, too" in refused("abcd", both, capsys)
 
 
 def test_sizes_and_ages_in_words() -> None:

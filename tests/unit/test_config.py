@@ -73,11 +73,6 @@ def test_directory_is_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(tmp_path, {"slot_save_path": "."}).slot_save_path == str(tmp_path)
 
 
-def test_setting_that_is_twice_in_the_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    said = refusal(tmp_path, file="log_level: debug\n\nlisten: :1\nlog_level: info\n")
-    assert said.endswith("config.yaml, line 4: log_level is there twice")
-
-
 def test_setting_from_the_environment_is_converted(tmp_path: Path) -> None:
     environment = {"SHARE_BETWEEN_API_KEYS": "true", "IDLE_SAVE_SECONDS": "2.5"}
     settings = load(tmp_path, environment=environment)

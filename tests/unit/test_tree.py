@@ -72,15 +72,10 @@ def test_node_sums_up_what_lies_under_it() -> None:
     assert nodes[node(NAMESPACE, 0)].client == ""
 
 
-def test_node_tells_its_model_whether_that_is_served_and_what_it_would_cost() -> None:
-    def told(node_id: str, *served: Namespace) -> tuple[bool | None, str | None]:
-        found = outlined({NAMESPACE: "coder"}, dict.fromkeys(served, Rates()))[node_id]
-        return found.is_served, found.model
-
-    assert told(node(NAMESPACE, 7), NAMESPACE) == (True, "coder")
-    assert told(node(OTHER_NAMESPACE), NAMESPACE) == (False, None)
-    assert told(node(NAMESPACE)) == (None, "coder")
-    assert told("", NAMESPACE) == (None, None)
+def test_node_tells_its_model_and_what_it_would_cost() -> None:
+    named = outlined({NAMESPACE: "coder"})
+    assert named[node(NAMESPACE)].model == named[node(NAMESPACE, 7)].model == "coder"
+    assert named[node(OTHER_NAMESPACE)].model is named[""].model is None
     rates = Rates().after_evaluation(0, 1000, 10.0)
     nodes = outlined(rates_by={NAMESPACE: rates})
     header, session = nodes[node(NAMESPACE, 7)], nodes[node(NAMESPACE, 7, 70)]
