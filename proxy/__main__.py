@@ -9,25 +9,17 @@ try:
     from proxy import __version__
     from proxy.cli import connect, look, serve, store, trace
     from proxy.cli.command import Commands
-    from proxy.llama.files import SUPPORTED_VERSIONS
-    from proxy.store.index import FORMAT_VERSION
 except KeyboardInterrupt:  # Ctrl-C in the second that this takes
     raise SystemExit(130) from None
 
 
 def version_text() -> str:
-    """Return version and commit, and the formats of files that this build reads and writes."""
+    """Return version and commit."""
     try:
         commit = resources.files("proxy").joinpath("commit.txt").read_text().strip()
     except OSError:  # the build did not know it
         commit = ""
-    built_from = f" (commit {commit})" if commit else ""
-    versions = " and ".join(map(str, SUPPORTED_VERSIONS))
-    return (
-        f"llama-prefix-cache {__version__}{built_from}\n"
-        f"llama-server's slot files: versions {versions}\n"
-        f"index: format {FORMAT_VERSION}"
-    )
+    return f"llama-prefix-cache {__version__}" + (f" (commit {commit})" if commit else "")
 
 
 @click.group(

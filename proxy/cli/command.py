@@ -2,7 +2,6 @@
 
 import errno
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -38,7 +37,6 @@ from proxy.settings import (
     merge_settings,
     reachable,
     size_in_words,
-    split_address,
     token_to_show,
     written,
 )
@@ -357,13 +355,6 @@ class RunningProxy:
         except ValueError:
             self.fail_foreign()
 
-    def is_there(self) -> bool:
-        """Return whether anything listens at the address."""
-        with suppress(OSError):
-            socket.create_connection(split_address(self.address), _CONNECT_SECONDS).close()
-            return True
-        return False
-
     def fail_foreign(self) -> NoReturn:
         admin = "the admin listener of llama-prefix-cache"
         what = admin if self._is_admin else "llama-server or a proxy"
@@ -406,11 +397,8 @@ Store = RunningProxy | DirectoryStore
 # The options that choose a store.
 
 
-def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
-    """Give a command a running proxy as its first argument, and the options that choose the proxy.
-
-    If the command *works_on_directories* and no proxy runs, it gets the store of the known directory.
-    """
+def with_proxy(command: Command) -> Command:
+    """Give a command a running proxy as its first argument, and the options that choose the proxy."""
 
     @setting_options("admin", "admin_token_file")
     @json_option
@@ -426,17 +414,12 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
             given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
             proxy = RunningProxy(reachable(settings.admin), token_to_show(settings))
-            known = Path(settings.slot_save_path)
-            has_store = works_on_directories and os.path.isdir(known / "index")
-            if admin is not None or not has_store or proxy.is_there():
-                command(proxy, **arguments)
-                return
-            slot_save_path = known
-            click.echo(f"no proxy answers at {proxy.address}: this is {known} itself", err=True)
+            command(proxy, **arguments)
         elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
-        with open_offline(Path(os.path.expanduser(slot_save_path))) as store:
-            command(DirectoryStore(store), **arguments)
+        else:
+            with open_offline(Path(os.path.expanduser(slot_save_path))) as store:
+                command(DirectoryStore(store), **arguments)
 
     return run
 
@@ -448,7 +431,7 @@ def with_store(command: Command) -> Command:
         type=click.Path(path_type=Path),
         help="Work on this directory itself, while no proxy uses it.",
     )
-    return option(with_proxy(command, works_on_directories=True))
+    return option(with_proxy(command))
 
 
 def with_directory(command: Command, unset: Literal["known", "made"] = "known") -> Command:

@@ -187,12 +187,10 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
         assert refused.returncode == 2 and "give --api-key KEY" in refused.stderr
         assert command(*asking, "--api-key", "a-key").returncode == 0
     assert run.stop() == 0
-    for words in (["ls"], ["check"], ["rm", "--unused-for", "7d"]):
-        done = command(*words)
-        assert done.returncode == 0, done.stderr
-    assert (
-        "no proxy answers" in command("ls").stderr and " checkpoints with" in command("ls").stdout
-    )
+    assert command("check").returncode == 0
+    directory = str(tmp_path / "cache" / "llama-prefix-cache")
+    assert command("ls").returncode == 69 and "DIRECTORY" in command("ls").stderr
+    assert " checkpoints with" in command("ls", "--slot-save-path", directory).stdout
     assert command("doctor").returncode == 2  # nothing runs
 
 

@@ -6,18 +6,15 @@ from click.testing import CliRunner
 
 from proxy import __version__
 from proxy.__main__ import main
-from proxy.llama.files import SUPPORTED_VERSIONS
 from tests.deployment.run_bare import MAX_COMMANDS, read_commands
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
 from tests.release.licences import is_allowed
 
 
-def test_version_names_the_build_and_the_files_it_can_read() -> None:
-    told = CliRunner().invoke(main, ["--version"]).output.splitlines()
-    assert told[0].startswith(f"llama-prefix-cache {__version__}")
-    assert all(str(version) in told[1] for version in SUPPORTED_VERSIONS)
-    assert told[2] == "index: format 2"
+def test_version_names_the_build() -> None:
+    told = CliRunner().invoke(main, ["--version"]).output
+    assert told.startswith(f"llama-prefix-cache {__version__}")
 
 
 def test_licences_that_ask_for_more_than_ours_does_are_named() -> None:
