@@ -61,7 +61,7 @@ async def examine(
     """
     # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
-    setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
+    setup = Setup(settings=told, own_uid=os.geteuid())
     async with new_session() as session, AsyncExitStack() as stack:
         try:
             stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
@@ -163,17 +163,19 @@ async def reach(
     facts = HostFacts(url=root.target.base_url, kind=host.kind)
     try:
         models = await host.models()
-        facts.n_at_most = models.n_at_most
-        facts.asked_for = models.named(asked_for) or ""
-        if facts.asked_for and facts.asked_for not in models.loaded:
-            await host.load(facts.asked_for)
-            facts.loaded = facts.asked_for
-        models = await host.models()
+        chosen = models.named(asked_for)
+        if chosen and chosen not in models.loaded:
+            await host.load(chosen)
+            facts.loaded = chosen
+            models = await host.models()
     except errors.UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
-    facts.models = tuple(sorted(models.known))
-    wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
+    facts.n_at_most, facts.models = models.n_at_most, tuple(sorted(models.known))
+    if asked_for and not chosen:
+        facts.problem = f"There is no model {asked_for} to choose"
+        return [], facts
+    wanted = models.loaded & {chosen} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
 
 

@@ -76,15 +76,14 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are the names of all models. `asked_for` is the only model to examine, if one was named;
-    `loaded` is its name if the examination loaded it.
+    `models` are the names of all models, none if they could not be learned. `loaded` is the model that the
+    examination loaded.
     """
 
     url: str
     kind: str
     n_at_most: int | None = None
     models: tuple[str, ...] = ()
-    asked_for: str = ""
     loaded: str = ""
     problem: str = ""
 
@@ -96,12 +95,11 @@ class Setup:
     A llama-server is one at an address of its own, or a loaded model of a host. `problem` says why this
     process cannot use the directory, `index_problem` why the index in it cannot be read. `lock` is not
     empty if a proxy uses the directory; `health` is the answer of that proxy at `settings.admin`, None if
-    no proxy answers. `asked_for` is the model of --model. The settings are without the API key.
+    no proxy answers. The settings are without the API key.
     """
 
     settings: Settings
     own_uid: int
-    asked_for: str = ""
     mode: int = 0
     owner_uid: int = 0
     free_bytes: int | None = None
@@ -190,13 +188,7 @@ def findings_of(setup: Setup) -> list[Finding]:
     findings = []
     for host in setup.hosts:
         about = f"{host.kind} at {host.url.partition('://')[2]}"
-        findings += [replace(each, about=about) for each in _host_findings(host, setup)]
-    is_missing = not any(host.asked_for or host.problem for host in setup.hosts)
-    if setup.asked_for and is_missing and not setup.lock:
-        known = _listed({model for host in setup.hosts for model in host.models})
-        cure = f"Give --model one of these: {known}." if known else "Leave --model out."
-        find = blocker if setup.hosts else limit
-        findings.append(find("models", f"There is no model {setup.asked_for} to choose.", cure))
+        findings.append(replace(_host_finding(host, setup), about=about))
     is_single = len(setup.llama_servers) == 1 and not setup.hosts
     for facts in setup.llama_servers:
         name = f"{facts.name} ({facts.host})" if facts.host else facts.name
@@ -433,26 +425,17 @@ def _proxy_finding(setup: Setup) -> Finding:
 # Hosts of models, and whether several llama-servers with one model can share states.
 
 
-def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
-    """Yield the models of a host, and which of them were examined."""
+def _host_finding(host: HostFacts, setup: Setup) -> Finding:
+    """Return the models of a host, and which of them were examined."""
     if host.problem:
-        cure = f"See what the log of the {host.kind} says of it."
-        yield blocker("models", f"{host.problem}.", cure)
-    elif host.asked_for or not setup.asked_for:
-        ours = [f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind)]
-        yield _models_finding(host, {facts.name for facts in ours})
-
-
-def _listed(names: Iterable[str]) -> str:
-    named = sorted(names)
-    more = f" and {len(named) - _N_NAMED} more" if len(named) > _N_NAMED else ""
-    return ", ".join(named[:_N_NAMED]) + more
-
-
-def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
+        log = f"See what the log of the {host.kind} says of it."
+        cure = f"Give --model one of these: {_listed(host.models)}." if host.models else log
+        return blocker("models", f"{host.problem}.", cure)
     there_are = f"A {host.kind} with {len(host.models)} model{'s' * (len(host.models) != 1)}"
     if host.n_at_most is not None and host.n_at_most < len(host.models):
         there_are += f", of which {host.n_at_most} at once"
+    ours = (f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind))
+    examined = {facts.name for facts in ours}
     others = _listed(set(host.models) - examined)
     if examined:
         loaded = f" {host.loaded} was loaded for this, and stays." if host.loaded else ""
@@ -461,6 +444,12 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
     text = f"{there_are}; none is loaded, so none was examined. doctor loads none by itself."
     cure = f"Let it load and examine one: doctor --model NAME, of {others or 'none yet'}."
     return limit("models", text, cure)
+
+
+def _listed(names: Iterable[str]) -> str:
+    named = sorted(names)
+    more = f" and {len(named) - _N_NAMED} more" if len(named) > _N_NAMED else ""
+    return ", ".join(named[:_N_NAMED]) + more
 
 
 def _sharing_findings(setup: Setup) -> Iterator[Finding]:

@@ -365,13 +365,11 @@ def at_host(kind: str = "router", name: str = FULL, **changes: Any) -> LlamaServ
     return server(name=name, host=kind, **changes)
 
 
-def hosted(*servers: LlamaServerFacts, asked_for: str = "", **changes: Any) -> Setup:
+def hosted(*servers: LlamaServerFacts, **changes: Any) -> Setup:
     """Return the setup of a host with a loaded model full, and one that is not."""
     models = (FULL, "hybrid")
     host = replace(HostFacts(url=HEALTHY.url, kind="router", n_at_most=1, models=models), **changes)
-    return replace(
-        DIRECTORY, n_checkpoints=3, llama_servers=list(servers), hosts=[host], asked_for=asked_for
-    )
+    return replace(DIRECTORY, n_checkpoints=3, llama_servers=list(servers), hosts=[host])
 
 
 def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_about() -> None:
@@ -398,12 +396,11 @@ def text_of_all(setup: Setup) -> str:
     ("setup", "severity", "topic", "said", "cure"),
     [
         (hosted(), LIMIT, "models", "none is loaded", "doctor --model NAME, of full, hybrid"),
-        (hosted(problem="full could not be loaded"), BLOCKER, "models", "not be loaded", "log"),
-        (hosted(asked_for="b"), BLOCKER, "models", "There is no model b", "these: full, hybrid"),
         (
-            alone(HEALTHY, asked_for="b"),
-            *(LIMIT, "models", "no model b to choose", "Leave --model out"),
+            hosted(problem="full could not be loaded", models=()),
+            *(BLOCKER, "models", "not be loaded", "log"),
         ),
+        (hosted(problem="no model b"), BLOCKER, "models", "no model b", "these: full, hybrid"),
     ],
 )
 def test_problem_of_a_host_is_named_with_its_cure(
