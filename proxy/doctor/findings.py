@@ -376,17 +376,12 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
 
 def _permission_finding(setup: Setup) -> Finding:
     """Return who else has access to the directory."""
-    mode, own_uid = setup.mode, setup.own_uid
-    if not is_private(mode):
-        savers = {facts.probe_owner_uid for facts in setup.llama_servers} - {None, own_uid}
-        is_for_two = mode & 0o2000 or (own_uid != 0 and savers)
-        here = f"chmod {'2770' if is_for_two else '700'} {setup.settings.slot_save_path}"
-        return degradation(
-            _K.DIRECTORY_IS_OPEN, f"{setup.settings.slot_save_path} has mode {mode:o}", here
-        )
+    if not is_private(setup.mode):
+        path = setup.settings.slot_save_path
+        return degradation(_K.DIRECTORY_IS_OPEN, f"{path} has mode {setup.mode:o}")
     as_root = " Checked as root, who may do anything: run doctor as the user who runs the proxy."
-    text = f"Mode {mode:o}, uid {setup.owner_uid}."
-    return ok("permissions", text if own_uid else text + as_root)
+    text = f"Mode {setup.mode:o}, uid {setup.owner_uid}."
+    return ok("permissions", text if setup.own_uid else text + as_root)
 
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:

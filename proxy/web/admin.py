@@ -241,16 +241,11 @@ class Admin:
 
     async def pin(self, request: web.Request) -> web.Response:
         """Pin a checkpoint (PUT), or unpin it (DELETE)."""
-        store = self._shared.store
-        found = await store.pin(_checkpoint_id(request), is_pinned=request.method == "PUT")
+        is_pinned = request.method == "PUT"
+        found = await self._shared.store.pin(_checkpoint_id(request), is_pinned=is_pinned)
         if found is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
-        return json_response(
-            id=f"{found.id:016x}",
-            is_pinned=found.is_pinned,
-            pinned_bytes=store.pinned_bytes,
-            max_store_bytes=store.writes.max_bytes,
-        )
+        return json_response(id=f"{found.id:016x}", is_pinned=found.is_pinned)
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one checkpoint, a pinned one only with `pinned`."""

@@ -53,14 +53,13 @@ async def test_pinned_checkpoint_outlives_a_full_store_and_a_restart(start_rig: 
                 path = f"/checkpoints/{pinned['id']}/pin"
                 status, reply = await ask(rig, "PUT", path)
                 assert (status, reply["id"], reply["is_pinned"]) == (200, pinned["id"], True)
-                assert reply["pinned_bytes"] == pinned["size_bytes"]
         assert rig.sample("evictions_total", reason="budget") > 0
         assert pinned["id"] in [c["id"] for c in await listed(rig)]
         await rig.stop_proxy()
         await rig.start_proxy()
         assert [c["id"] for c in await listed(rig) if c["is_pinned"]] == [pinned["id"]]
         status, reply = await ask(rig, "DELETE", path)
-        assert (status, reply["is_pinned"], reply["pinned_bytes"]) == (200, False, 0)
+        assert (status, reply["is_pinned"]) == (200, False)
         assert not any(c["is_pinned"] for c in await listed(rig))
 
 
