@@ -158,12 +158,8 @@ def _set_pinned(store: command.Store, names: Sequence[str], *, is_pinned: bool) 
     changed = [checkpoint.id for checkpoint in found if checkpoint.is_pinned != is_pinned]
     for checkpoint_id in changed:
         store.pin(checkpoint_id, is_pinned=is_pinned)
-    pinned = [checkpoint for checkpoint in store.checkpoints() if checkpoint.is_pinned]
-    n_bytes, verb = sum(c.size_bytes for c in pinned), "pinned" if is_pinned else "unpinned"
-    command.answer(
-        {"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes},
-        f"{verb} {len(changed)} (of {len(found)} named); pinned in all: {_sum(pinned)}",
-    )
+    verb = "pinned" if is_pinned else "unpinned"
+    command.answer({"changed": changed}, f"{verb} {len(changed)} (of {len(found)} named)")
 
 
 # `llama-prefix-cache rm`: deletes checkpoints by name, by age, or all.

@@ -36,7 +36,7 @@ from proxy.metrics import Metrics
 from proxy.servers.attach import measure_rule
 from proxy.servers.server import Server
 from proxy.serving.process import Process
-from proxy.serving.services import new_shared, quarantined_in_words
+from proxy.serving.services import new_shared
 from proxy.settings import Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
@@ -132,7 +132,6 @@ def _examine_directory(setup: Setup) -> Stored:
         return [], {}
     setup.n_checkpoints = len(checkpoints)
     setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
-    setup.quarantined = quarantined_in_words(checkpoints)
     return checkpoints, known
 
 
@@ -171,7 +170,7 @@ async def reach(
     except errors.UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
-    facts.n_at_most, facts.models = models.n_at_most, tuple(sorted(models.known))
+    facts.models = tuple(sorted(models.known))
     if asked_for and not chosen:
         facts.problem = f"There is no model {asked_for} to choose"
         return [], facts

@@ -74,7 +74,7 @@ class LlamaServerFacts:
 
 @dataclass(slots=True, kw_only=True)
 class HostFacts:
-    """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
+    """A host of models: llama-server's router, or llama-swap.
 
     `models` are the names of all models, none if they could not be learned. `loaded` is the model that the
     examination loaded.
@@ -82,7 +82,6 @@ class HostFacts:
 
     url: str
     kind: str
-    n_at_most: int | None = None
     models: tuple[str, ...] = ()
     loaded: str = ""
     problem: str = ""
@@ -109,8 +108,6 @@ class Setup:
     is_index_damaged: bool = False
     n_checkpoints: int = 0
     used_bytes: int = 0
-    quarantined: str = ""
-    """The checkpoints that may have ended llama-server, in words."""
     lock: str = ""
     health: dict[str, Any] | None = None
     hosts: list[HostFacts] = field(default_factory=list)
@@ -366,8 +363,6 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         yield limit("checkpoints", f"{setup.index_problem}.", cure)
     elif setup.index_problem:
         yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, "run both as its owner")
-    if setup.quarantined:
-        yield degradation(_K.STATE_ENDED_SERVER, setup.quarantined)
     if setup.mode:
         yield _permission_finding(setup)
     if setup.free_bytes is not None:
@@ -427,8 +422,6 @@ def _host_finding(host: HostFacts, setup: Setup) -> Finding:
         cure = f"Give --model one of these: {_listed(host.models)}." if host.models else log
         return blocker("models", f"{host.problem}.", cure)
     there_are = f"A {host.kind} with {len(host.models)} model{'s' * (len(host.models) != 1)}"
-    if host.n_at_most is not None and host.n_at_most < len(host.models):
-        there_are += f", of which {host.n_at_most} at once"
     ours = (f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind))
     examined = {facts.name for facts in ours}
     others = _listed(set(host.models) - examined)

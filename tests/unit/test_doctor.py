@@ -200,10 +200,6 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(BLOCKER, "store not open", "it cannot be read", "as its owner"),
         ),
         (
-            directory(quarantined="checkpoint 00ab of 9 tokens"),
-            *(LIMIT, "a state ended llama-server", "(checkpoint 00ab of 9 tokens)", "rm ID"),
-        ),
-        (
             directory(UNTOUCHED, problem="Permission denied"),
             *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
         ),
@@ -365,7 +361,7 @@ def at_host(kind: str = "router", name: str = FULL, **changes: Any) -> LlamaServ
 def hosted(*servers: LlamaServerFacts, **changes: Any) -> Setup:
     """Return the setup of a host with a loaded model full, and one that is not."""
     models = (FULL, "hybrid")
-    host = replace(HostFacts(url=HEALTHY.url, kind="router", n_at_most=1, models=models), **changes)
+    host = replace(HostFacts(url=HEALTHY.url, kind="router", models=models), **changes)
     return replace(DIRECTORY, n_checkpoints=3, llama_servers=list(servers), hosts=[host])
 
 
@@ -374,7 +370,7 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     findings = findings_of(setup)
     assert problems(setup) == [] and summary(setup) == "Caching will work."
     (models,) = [f.text for f in findings if f.topic == "models"]
-    assert "2 models, of which 1 at once; examined: full. Not examined: hybrid" in models
+    assert "2 models; examined: full. Not examined: hybrid" in models
     (store,) = [f.text for f in findings if f.topic == "checkpoints"]
     assert "3 in all" in store and "0 (0 bytes) fit" in store
     about = [f.about for f in findings]
