@@ -23,7 +23,7 @@ from rich.text import Text
 
 from proxy.core.messages import member, object_in, text_of
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
-from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint
+from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
 from proxy.settings import (
     ADMIN_TOKEN,
     ENVIRONMENT_PREFIX,
@@ -283,10 +283,11 @@ class RunningProxy:
         method = "PUT" if is_pinned else "DELETE"
         self.ask(method, f"/checkpoints/{checkpoint_id}/pin", dict[str, Any])
 
-    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
-        """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
+    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
+        """Delete a checkpoint; return whether it is gone: it may be in use, or pinned by now."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
-        return self.ask("DELETE", path, Deleted, query=query, refusals=(404, 409))
+        with self._reply("DELETE", path, query=query, refusals=(404, 409)) as reply:
+            return reply.status != 409
 
     def ask(self, method: str, path: str, type_: type[T], **how: Any) -> T:
         """Return the answer to a request; *how* are the other arguments of `_reply`."""
@@ -386,9 +387,9 @@ class DirectoryStore:
         self._store.update([record])
         self._records[checkpoint_id] = record
 
-    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
+    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
         self._store.remove(self._records.pop(checkpoint.id))
-        return Deleted(1, checkpoint.size_bytes)
+        return True
 
 
 Store = RunningProxy | DirectoryStore

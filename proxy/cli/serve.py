@@ -217,7 +217,7 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
         command.fail(error, command.Exit.UNAVAILABLE)
 
     async def run_server(is_ready: process.IsReady, says_ready: str) -> str:
-        _tell(launch, is_upstream_given="upstream" in merged)
+        _tell(launch)
         return await process.keep_running(
             [*program, *arguments, *launch.added],
             launch.environment,
@@ -234,15 +234,13 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
         command.fail(why, command.Exit.LLAMA_SERVER_DIED)
 
 
-def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
+def _tell(launch: Launch) -> None:
     """Log the command that is started, and its problems."""
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     added = " ".join([*launch.added, *variables])
     says = f"starting llama-server: {launch.says}; added: {added}"
     log.info("llama-server gets these flags too", added=added, says=says)
-    if is_upstream_given:
-        log.warning("upstream is ignored: it follows from llama-server's own flags")
     for warning in launch.warnings:
         log.warning(warning)
 

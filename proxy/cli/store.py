@@ -16,7 +16,7 @@ from rich.tree import Tree
 from proxy.cli import command
 from proxy.core.rates import seconds_in_words
 from proxy.explain.sketch import shortened
-from proxy.explain.views import OWN_CLIENT, Deleted, ListedCheckpoint, list_checkpoint, path_to
+from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint, path_to
 from proxy.settings import Settings, size_in_words
 from proxy.store import offline
 from proxy.store.files import StateFiles
@@ -206,20 +206,16 @@ def rm(
     if len(going) > 1:
         stay = f" (pinned ones stay: {n_pinned})" if n_pinned else ""
         command.agree(f"Delete {_sum(going)}{stay}?")
-    replies = [store.delete(checkpoint, with_pinned=pinned) for checkpoint in going]
-    deleted = Deleted(
-        sum(reply.n_deleted for reply in replies),
-        sum(reply.deleted_bytes for reply in replies),
-        n_pinned + sum(reply.n_pinned for reply in replies),
-        sum(reply.n_in_use for reply in replies),
-    )
-    words = [f"deleted {command.checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
-    if deleted.n_pinned:
-        words.append(f"pinned ones stay: {deleted.n_pinned} (--pinned deletes them too)")
-    if deleted.n_in_use:
-        words.append(f"in use, try again: {deleted.n_in_use}")
-    command.answer(deleted, "; ".join(words))
-    if names and (deleted.n_pinned or deleted.n_in_use):
+    deleted = [checkpoint for checkpoint in going if store.delete(checkpoint, with_pinned=pinned)]
+    n_in_use = len(going) - len(deleted)
+    words = [f"deleted {_sum(deleted)}"]
+    if n_pinned:
+        words.append(f"pinned ones stay: {n_pinned} (--pinned deletes them too)")
+    if n_in_use:
+        words.append(f"in use, try again: {n_in_use}")
+    content = {"deleted": [c.id for c in deleted], "n_pinned": n_pinned, "n_in_use": n_in_use}
+    command.answer(content, "; ".join(words))
+    if names and (n_pinned or n_in_use):
         sys.exit(command.Exit.FAILED)
 
 

@@ -126,15 +126,6 @@ class Outline:
         return len(self._nodes)
 
 
-class Deleted(msgspec.Struct, frozen=True):
-    """The outcome of deleting checkpoints."""
-
-    n_deleted: int = 0
-    deleted_bytes: int = 0
-    n_pinned: int = 0
-    n_in_use: int = 0
-
-
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 

@@ -46,7 +46,6 @@ _SENT = (
     views.Explanation,
     views.ListedCheckpoint,
     views.ListedNode,
-    views.Deleted,
     views.History,
     views.TracedRequest,
 )
@@ -132,12 +131,9 @@ def json_response(content: Any = None, **fields: Any) -> web.Response:
     return web.Response(body=body, content_type=_JSON)
 
 
-def _refused(
-    kind: type[web.HTTPException], why: str, deleted: views.Deleted | None = None
-) -> web.HTTPException:
+def _refused(kind: type[web.HTTPException], why: str) -> web.HTTPException:
     """Return an error of the admin listener: `error` says why."""
-    more = msgspec.structs.asdict(deleted) if deleted else {}
-    text = msgspec.json.encode({"error": why, **more}).decode()
+    text = msgspec.json.encode({"error": why}).decode()
     return kind(text=text, content_type=_JSON)
 
 
@@ -253,10 +249,10 @@ class Admin:
         if (checkpoint := store.get(_checkpoint_id(request))) is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
         if checkpoint.is_pinned and not may_be_pinned:
-            raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
+            raise _refused(web.HTTPConflict, "it is pinned")
         if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):
-            raise _refused(web.HTTPConflict, "it is in use", views.Deleted(0, 0, n_in_use=1))
-        return json_response(views.Deleted(1, checkpoint.size_bytes))
+            raise _refused(web.HTTPConflict, "it is in use")
+        return json_response(id=f"{checkpoint.id:016x}", size_bytes=checkpoint.size_bytes)
 
     # Warming: a header is evaluated and kept before somebody needs it.
 
