@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate
 from operator import attrgetter
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -152,7 +152,6 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     value_seconds: float | None = None
     model: str | None = None
     quarantine: Quarantine | None = None
-    level: Literal["checkpoint"] = "checkpoint"
 
 
 _LISTED_AS_THEY_ARE = {f.name for f in fields(Checkpoint)} & {
