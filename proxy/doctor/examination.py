@@ -416,23 +416,14 @@ async def scratch(
             store.close()
 
 
-async def has_ram_cache(server: ProbedServer, n_vocab: int) -> bool | None:
-    """Displace a prompt, send it again, and return whether it is brought back; raises UpstreamFault.
-
-    Returns None if the model cannot continue such a short state at all.
-    """
-
-    async def is_reused(seed: int, n_tokens: int) -> bool:
-        timings = await server.evaluate(server.empty[0], _probe(n_vocab, seed, n_tokens))
-        # Sliding-window models reuse a few tokens less than they hold.
-        return timings.cache_n >= _PROBE_TOKENS // 2
-
-    await is_reused(4989, _PROBE_TOKENS)
-    is_reused_live = await is_reused(4989, _PROBE_TOKENS + _N_MORE)
-    await is_reused(6226, _PROBE_TOKENS + _N_MORE)
-    is_brought_back = await is_reused(4989, _PROBE_TOKENS + 2 * _N_MORE)
+async def has_ram_cache(server: ProbedServer, n_vocab: int) -> bool:
+    """Displace a prompt, send it again, and return whether it is brought back; raises UpstreamFault."""
+    first, other = (_probe(n_vocab, seed, _PROBE_TOKENS) for seed in (4989, 6226))
+    longer = _probe(n_vocab, 4989, _PROBE_TOKENS + _N_MORE)
+    replies = [await server.evaluate(server.empty[0], each) for each in (first, other, longer)]
     await server.erase_all()
-    return is_brought_back if is_brought_back or is_reused_live else None
+    # Sliding-window models reuse a few tokens less than they hold.
+    return replies[-1].cache_n >= _PROBE_TOKENS // 2
 
 
 async def mixes_up_slots(server: ProbedServer, n_vocab: int) -> bool:

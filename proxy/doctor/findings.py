@@ -67,7 +67,7 @@ class LlamaServerFacts:
     evaluate_seconds: float = 0.0
     n_usable: int = 0
     usable_bytes: int = 0
-    has_ram_cache: bool | None = None
+    has_ram_cache: bool = False
     mixes_up_slots: bool = False
     """Whether a prompt was answered otherwise while another slot generated."""
 
@@ -284,13 +284,11 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
 
 def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
     """Return whether llama-server moves prompts between slots behind the proxy's back."""
-    text = "It brings back no prompt that was displaced."
-    if facts.has_ram_cache is None:
-        text = "Could not be told; llama-server should run with --cache-ram 0."
-    elif facts.has_ram_cache:
-        text = "It is on: llama-server swaps prompts in slots, for clients of any API key."
+    if not facts.has_ram_cache:
+        return ok("RAM cache", "A prompt that was displaced was not brought back.")
+    text = "It is on: llama-server swaps prompts in slots, for clients of any API key."
     cure = "Start llama-server with --cache-ram 0, without --cache-disk and --radix-cache"
-    return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
+    return limit("RAM cache", text, cure)
 
 
 def _memory_findings(

@@ -53,7 +53,6 @@ HEALTHY = LlamaServerFacts(
     save_seconds=0.11,
     restore_seconds=0.05,
     evaluate_seconds=20.0,
-    has_ram_cache=False,
 )
 UNTOUCHED = LlamaServerFacts(
     url=HEALTHY.url, build=HEALTHY.build, model=HEALTHY.model, n_slots=2, n_ctx=32768
@@ -276,13 +275,6 @@ def test_directory_that_a_proxy_reads_but_cannot_write_is_a_limit() -> None:
     setup = proxy({"state": "degraded", "reasons": [reason]})
     (finding,) = problems(replace(setup, problem="permission denied"))
     assert (finding.severity, finding.topic) == (LIMIT, "running proxy")
-
-
-def test_what_could_not_be_told_is_said_and_no_problem() -> None:
-    facts = server(has_ram_cache=None)
-    told = {f.topic: f.text for f in findings_of(alone(facts))}
-    assert problems(facts) == []
-    assert "Could not be told" in told["RAM cache"]
 
 
 def test_own_checkpoints_beside_foreign_ones_are_no_problem() -> None:
