@@ -327,15 +327,8 @@ class RunningProxy:
                 target = f"{path}?{urlencode(query)}" if query else path
                 connection.request(method, target, body, sent)
                 reply = connection.getresponse()
-                if reply.status == 401 and 401 not in refusals:
-                    if "WWW-Authenticate" not in reply.headers:
-                        fail("llama-server refuses this API key: give --api-key KEY", Exit.USAGE)
-                    usual = f"by default {ADMIN_TOKEN} in its --slot-save-path"
-                    asks = f"the proxy at {self.address} asks for its admin token"
-                    fail(f"{asks}: give --admin-token-file FILE, {usual}", Exit.USAGE)
                 if reply.status not in (200, *refusals):
-                    status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
-                    fail(_complaint(reply.read()) or self.fail_foreign(), status)
+                    self._fail_refused(reply)
                 yield reply
         except (HTTPException, OSError) as error:
             is_path = isinstance(error, InvalidURL)
@@ -354,9 +347,20 @@ class RunningProxy:
         try:
             return msgspec.json.decode(body, type=type_)
         except ValueError:
-            self.fail_foreign()
+            self._fail_foreign()
 
-    def fail_foreign(self) -> NoReturn:
+    def _fail_refused(self, reply: HTTPResponse) -> NoReturn:
+        """Exit with what an error says."""
+        if reply.status == 401 and "WWW-Authenticate" not in reply.headers:
+            fail("llama-server refuses this API key: give --api-key KEY", Exit.USAGE)
+        if reply.status == 401:
+            asks = f"the proxy at {self.address} asks for its admin token"
+            usual = f"by default {ADMIN_TOKEN} in its --slot-save-path"
+            fail(f"{asks}: give --admin-token-file FILE, {usual}", Exit.USAGE)
+        status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
+        fail(_complaint(reply.read()) or self._fail_foreign(), status)
+
+    def _fail_foreign(self) -> NoReturn:
         admin = "the admin listener of llama-prefix-cache"
         what = admin if self._is_admin else "llama-server or a proxy"
         fail(f"what answers at {self.url} is not {what}", Exit.UNAVAILABLE)
