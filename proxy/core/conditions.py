@@ -128,7 +128,7 @@ class DegradationKind(StrEnum):
     PROCESS_HAS_NO_NAME = "restarts cannot be told"
     """The proxy could not notice a restart of llama-server, and would count on states that are gone.
 
-    Unset LLAMA_MEDIA_MARKER for llama-server.
+    Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.
     """
     NO_SLOT_SAVE_PATH = "no slot save path"
     """llama-server was started without --slot-save-path.

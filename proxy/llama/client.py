@@ -41,7 +41,7 @@ MEDIA_MARKER = re.compile(r"<__media_\w{32}__>")
 
 
 class Props(msgspec.Struct):
-    """GET /props. `media_marker` is new in every process.
+    """GET /props. `media_marker` is new in every process, so it identifies the process.
 
     `role` is "router" if llama-server hosts several models. `max_instances` models may be loaded at once;
     0 means any number. Without `models_autoload` a request for a model that is not loaded is refused.
@@ -63,11 +63,6 @@ class Props(msgspec.Struct):
         """The context of one slot."""
         n_ctx = self.default_generation_settings.get("n_ctx")
         return n_ctx if isinstance(n_ctx, int) else 0
-
-    @property
-    def process_id(self) -> str:
-        """An id of the process; empty if LLAMA_MEDIA_MARKER fixes it: then nothing tells of a restart."""
-        return self.media_marker if MEDIA_MARKER.fullmatch(self.media_marker) else ""
 
 
 class SlotStatus(msgspec.Struct):
@@ -299,6 +294,21 @@ class LlamaServer:
     async def props(self, seconds: float = QUICK_SECONDS) -> Props:
         return await self.call("GET", "/props", Props, seconds=seconds)
 
+    async def process_id(self, props: Props) -> str:
+        """Return an id of the process that answered with *props*; empty if there is none.
+
+        The id is the media marker, which is random in every process. If LLAMA_MEDIA_MARKER fixes it, the id
+        is the start time of /metrics; reading it resets the two "since last scrape" gauges. Without an id a
+        restart cannot be noticed.
+        """
+        if MEDIA_MARKER.fullmatch(props.media_marker):
+            return props.media_marker
+        try:
+            headers, _ = await self._read("GET", "/metrics", None, None, QUICK_SECONDS)
+        except UpstreamRefused:  # without --metrics
+            return ""
+        return headers.get("Process-Start-Time-Unix", "")
+
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
         return await self.call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
@@ -403,7 +413,7 @@ class LlamaServer:
         seconds: float | None = 60.0,
     ) -> T:
         """Make one call of the proxy's own; return the reply, or its member *key*, read as *kind*."""
-        content = await self._read(method, path, body, headers, seconds)
+        _, content = await self._read(method, path, body, headers, seconds)
         try:
             if key:
                 content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
@@ -413,8 +423,8 @@ class LlamaServer:
 
     async def _read(
         self, method: str, path: str, body: Any, headers: Headers | None, seconds: float | None
-    ) -> bytes:
-        """Make one call; return the content if llama-server itself, not its host, answered 200."""
+    ) -> tuple[Headers, bytes]:
+        """Make one call; return headers and content if llama-server itself, not its host, answered 200."""
         self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         there, data = self.target.addressed(method, path, data)
@@ -439,7 +449,7 @@ class LlamaServer:
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: {self.target.name} has ended")
         if status == 200:
-            return content
+            return response.headers, content
         raise UpstreamRefused(status, error_message(content))
 
 

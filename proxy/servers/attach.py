@@ -69,7 +69,12 @@ Identity, layout of the cache and canary make a namespace; only the canary needs
 
 
 async def attach(
-    services: ServerServices, settings: Settings, props: Props, launch: Launch, last: Process | None
+    services: ServerServices,
+    settings: Settings,
+    props: Props,
+    process_id: str,
+    launch: Launch,
+    last: Process | None,
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
@@ -80,7 +85,7 @@ async def attach(
     n_told = launch.n_context_checkpoints
     process = Process(
         **vars(services),
-        id=props.process_id,
+        id=process_id,
         build=props.build_info,
         queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
@@ -103,7 +108,7 @@ async def attach(
             process.tenants.add(b"")
         if process.opened_store is None:
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
-        if not props.process_id:
+        if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
         await _identify(process, props, launch)
     except CannotCache as obstacle:

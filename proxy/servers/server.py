@@ -270,7 +270,7 @@ class Server(Watched):
         """Ask llama-server which process it is; if the model was lost and loaded meanwhile, ask again.
 
         A restart can take a tenth of a second, and polling /health would miss it. So the proxy compares the
-        id of the process (`Props.process_id`): every second, after every connection error, and while
+        id of the process (`LlamaServer.process_id`): every second, after every connection error, and while
         a prompt is tokenized, when the look costs no time.
         """
         while self.phase is not Phase.UNLOADED:
@@ -311,12 +311,13 @@ class Server(Watched):
         if props.total_slots < 1:
             kind = DegradationKind.NOT_A_LLAMA_SERVER
             return await self._miss(kind, "no slots", has_answered=True)
+        process_id = await self.upstream.process_id(props)
         if epoch != self.epoch:
             return
         last = self.process
-        if last is None or last.id != props.process_id:
+        if last is None or last.id != process_id:
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
-            await self._attach(props, epoch)
+            await self._attach(props, process_id, epoch)
         elif props.is_sleeping:  # --sleep-idle-seconds: its slots will be empty when it wakes
             for slot in last.slots.free():
                 last.slots.set_content(slot.id, Empty())
@@ -324,7 +325,7 @@ class Server(Watched):
             if not (last.queue.n_waiting or any(slot.is_leased for slot in last.slots)):
                 self._close()
                 self.enter(Phase.ATTACHING)
-                await self._attach(props, epoch, last)
+                await self._attach(props, process_id, epoch, last)
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
         """Enter a phase without a process; the earlier degradations end, and *kind* begins."""
@@ -340,10 +341,12 @@ class Server(Watched):
                 request.withdraw()  # in the next process a restore may spare the whole evaluation
             self.process = None
 
-    async def _attach(self, props: Props, epoch: int, last: Process | None = None) -> None:
+    async def _attach(
+        self, props: Props, process_id: str, epoch: int, last: Process | None = None
+    ) -> None:
         """Attach to a process; *last* is an earlier attach to it that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
-        process = await attach(self.services, self._settings, props, self._launch, last)
+        process = await attach(self.services, self._settings, props, process_id, self._launch, last)
         if epoch != self.epoch:
             process.queue.close()
             self._degradations.leave()

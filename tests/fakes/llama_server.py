@@ -101,8 +101,8 @@ class FakeLlamaServer:
 
     @property
     def process_id(self) -> str:
-        """What tells this process from the one before."""
-        return self.process.media_marker
+        """What tells this process from the one before: its marker, or else when it started."""
+        return str(self.n_processes) if self.fixed_media_marker else self.process.media_marker
 
     @property
     def slots(self) -> list[Slot]:
@@ -246,6 +246,7 @@ class FakeLlamaServer:
             ("GET", "/health"): self._health,
             ("GET", "/props"): self._props,
             ("GET", "/slots"): self._slots,
+            ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("GET", "/lora-adapters"): self._lora_adapters,
             ("POST", "/apply-template"): self._apply_template,
@@ -281,6 +282,10 @@ class FakeLlamaServer:
                 for s in self.slots
             ]
         )
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        headers = {"Process-Start-Time-Unix": str(self.n_processes)}
+        return web.Response(body=b"", headers=headers)
 
     async def _models(self, request: web.Request) -> web.Response:
         meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1} | self.faults.meta

@@ -95,9 +95,10 @@ async def test_server_that_cannot_write_is_named(server: FakeLlamaServer) -> Non
 
 async def test_server_whose_restarts_cannot_be_told_is_named(server: FakeLlamaServer) -> None:
     server.faults.props["media_marker"] = "<always the same>"
+    server.faults.refuse["metrics"] = 501
     found = await diagnose(server)
     assert found.exit_status == 2
-    assert "LLAMA_MEDIA_MARKER" in found.problems["restarts cannot be told"]
+    assert "--metrics" in found.problems["restarts cannot be told"]
 
 
 async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:

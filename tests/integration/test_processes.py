@@ -165,13 +165,34 @@ async def test_requests_wait_for_an_attachment_but_not_forever(
         assert (await rig.chat("a")).n_prompt == reply.n_prompt
 
 
-async def test_server_with_a_fixed_marker_is_forwarded_to_only(start_rig: StartRig) -> None:
-    """Its successor could not be told from it."""
+@pytest.mark.parametrize("fault", ["refuse", "drop"])
+async def test_process_whose_start_time_cannot_be_asked_is_followed_on(
+    start_rig: StartRig, fault: str
+) -> None:
+    """With LLAMA_MEDIA_MARKER fixed, only /metrics tells one process from another."""
     async with start_rig(media_marker="<media>") as rig:
+        if fault == "refuse":
+            rig.server.faults.refuse["metrics"] = 500
+        else:
+            rig.server.faults.drop.add("metrics")
         assert (await rig.chat("a")).status == 200
-        assert (await rig.chat("a")).n_reused == 308  # in its slot
-        process = rig.running.server.process
-        assert process is not None and not process.can_cache
+        n_looks = len(rig.server.seen_at("metrics"))
+        await until(lambda: len(rig.server.seen_at("metrics")) > n_looks + 2)
+        assert (await rig.chat("a")).status == 200
+        rig.server.faults = Faults()
+        await until(lambda: rig.process is not None and rig.process.can_cache)
+        rig.server.replace_process()
+        await rig.settled()
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_server_with_a_fixed_marker_is_told_from_its_successor(start_rig: StartRig) -> None:
+    async with start_rig(media_marker="<media>") as rig:
+        await rig.chat("a")
+        first = await rig.settled()
+        rig.server.replace_process()
+        assert (await rig.chat("a")).n_reused == 308
+        assert await rig.attached() is not first
 
 
 async def test_missing_api_key_is_named_and_clients_use_their_own(start_rig: StartRig) -> None:
