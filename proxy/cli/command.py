@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from proxy.core.conditions import State
 from proxy.core.messages import member, object_in, text_of
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
@@ -257,11 +258,10 @@ class RunningProxy:
         return self.ask("GET", "/overview", dict[str, Any])
 
     def clients_side(self, told: dict[str, Any], url: str | None, api_key: str) -> "RunningProxy":
-        """Return the listener for clients, at *url* or where the overview tells; exits without a model."""
-        if not told["servers"]:
+        """Return the listener for clients, at *url* or where the overview tells; exits if it forwards."""
+        if not told["servers"] and told["state"] == State.FORWARDING:
             why = " ".join(f"{each['reason']} {each['cure']}" for each in told["reasons"])
-            none = "no model is loaded yet. A router or llama-swap loads the model that a request names"
-            fail(why or none, Exit.UNAVAILABLE)
+            fail(why, Exit.UNAVAILABLE)
         listen = reachable(told["listen"], self.address.rpartition(":")[0])
         return RunningProxy(url or listen, api_key, is_admin=False)
 
@@ -270,11 +270,18 @@ class RunningProxy:
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return a model, as /v1/models tells of one that runs unless *name* is given, and its servers.
 
-        A router lists its models by their names: to ask for the first one would unload another.
+        A router lists its models by their names: to ask for the first one would unload another. Exits if
+        none is loaded.
         """
         servers, model = told["servers"], {"id": name}
-        if name is None:
+        if name is None or not servers:
             models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
+            if not servers:
+                known = ", ".join(each["id"] for each in models)
+                fail(
+                    f"no model is loaded: `connect ... --model NAME` loads one of {known}",
+                    Exit.UNAVAILABLE,
+                )
             names = [each["name"] for each in servers]
             model = next((each for each in models if each["id"] in names), models[0])
         return model, [each for each in servers if each["name"] == model["id"]] or servers

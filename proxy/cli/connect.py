@@ -38,7 +38,7 @@ _USUAL_CONTEXT = 16_384
 @yes_option
 @click.option("--file", type=click.Path(path_type=Path), help="Another file than the usual one.")
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
-@click.option("--model", help="What to call the model. [as llama-server calls it]")
+@click.option("--model", help="What to call the model; a router loads it. [the one that runs]")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's. [none]")
 @with_proxy
 def connect(
@@ -74,6 +74,8 @@ def connect(
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
+    if model and _was_loaded(server, told, model):
+        told = proxy.told()
     chosen, servers = server.model_that_runs(told, model)
     model = str(chosen["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
@@ -99,6 +101,17 @@ def connect(
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
     answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
+
+
+def _was_loaded(server: RunningProxy, told: dict[str, Any], model: str) -> bool:
+    """Have a model loaded that a router or llama-swap has, but does not run; return whether it was one."""
+    known = {each["id"] for each in server.ask("GET", "/v1/models", dict[str, Any])["data"]}
+    if model not in known - {each["name"] for each in told["servers"]}:
+        return False
+    said = [{"role": "user", "content": "Hello."}]
+    body = msgspec.json.encode({"model": model, "messages": said, "max_tokens": 1})
+    server.ask("POST", "/v1/chat/completions", dict[str, Any], body=body, headers=_NOT_KEPT)
+    return True
 
 
 def _short_context(n_ctx: int) -> str:

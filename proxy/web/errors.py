@@ -161,11 +161,11 @@ def edits_of(
     content_type = headers.get("Content-Type", "")
     if content_type.startswith("text/event-stream"):
         return (StreamEdit(usage) if usage else None), None
-    if answer.status == 500 and "Content-Length" not in headers:
-        # Read whole: a router may say in it that its llama-server is gone.
-        return None, _AS_IT_IS
-    is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
-    if not is_small or not content_type.startswith("application/json"):
+    if not content_type.startswith("application/json"):
+        # Read whole: a host of models may say in it that its llama-server is gone.
+        is_of_host = answer.status == 500 and "Content-Length" not in headers
+        return None, _AS_IT_IS if is_of_host else None
+    if int(headers.get("Content-Length", 0)) > MAX_BUFFERED_BYTES:  # a router gives no length
         return None, None
     edit: Edit | None = None
     if answer.status == 200 and usage:

@@ -75,6 +75,11 @@ async def test_commands_before_a_router_say_which_model(
     (tmp_path / "request.json").write_text(json.dumps(body))
     async with Rig(router, directory) as rig:
         admin = ("--admin", rig.admin_url)
+        connect = ("connect", "opencode", "--url", rig.base_url, *admin)
+        status, output = await command(*connect)
+        assert status == 69 and "--model NAME` loads one of full, hybrid" in output
+        connected = await asked(*connect, "--model", "hybrid")
+        assert connected["model"] == "llamacpp/hybrid"
         warm = ("warm", tmp_path / "request.json", *admin)
         status, output = await command(*warm)
         assert status == 1 and "no model 'nosuch'" in output

@@ -11,8 +11,8 @@ def _request(n_found: int | None) -> Any:
     return SimpleNamespace(account=SimpleNamespace(n_reused=n_found), warms=False)
 
 
-def _answer(status: int, content_type: str) -> Any:
-    headers = {"Content-Type": content_type, "Content-Length": "1000"}
+def _answer(status: int, content_type: str, length: str = "1000") -> Any:
+    headers = {"Content-Type": content_type} | ({"Content-Length": length} if length else {})
     return SimpleNamespace(method="POST", status=status, headers=headers)
 
 
@@ -23,8 +23,8 @@ def edit_of_stream(path: str, n_found: int | None, diagnostics: bytes = b"") -> 
 
 
 def edit_of_answer(
-    path: str, status: int, n_found: int | None, diagnostics: bytes = b""
+    path: str, status: int, n_found: int | None, diagnostics: bytes = b"", length: str = "1000"
 ) -> Edit | None:
-    answer = _answer(status, "application/json")
+    answer = _answer(status, "application/json", length)
     told = Told(diagnostics=diagnostics)
     return edits_of(path, answer, _request(n_found), told)[1]

@@ -190,17 +190,15 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
 
 def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Capture) -> None:
     reason = {"reason": "llama-server does not answer.", "cure": "Start llama-server."}
-    for reasons, said in (
-        ([], "the model that a request names"),
-        ([reason], "answer. Start llama-server."),
-    ):
-        told = {"servers": [], "listen": ":8081", "reasons": reasons}
-        with pytest.raises(SystemExit):
-            RunningProxy("127.0.0.1:1").clients_side(told, None, "none")
-        assert said in capsys.readouterr().err
+    told = {"servers": [], "listen": ":8081", "reasons": [reason], "state": "forwarding"}
+    with pytest.raises(SystemExit):
+        RunningProxy("127.0.0.1:1").clients_side(told, None, "none")
+    assert "answer. Start llama-server." in capsys.readouterr().err
 
 
-def test_model_of_a_router_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_a_router_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     models = {"data": [{"id": "aaa"}, {"id": "coder"}]}
     monkeypatch.setattr(RunningProxy, "ask", lambda *_: models)
     coder = {"name": "coder", "n_ctx": 4096}
@@ -210,6 +208,9 @@ def test_model_of_a_router_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch)
     assert server.model_that_runs(told, "coder") == ({"id": "coder"}, [coder])
     of_one = {"servers": [{"name": "127.0.0.1:8080", "n_ctx": 512}]}
     assert server.model_that_runs(of_one) == ({"id": "aaa"}, of_one["servers"])
+    with pytest.raises(SystemExit):
+        server.model_that_runs({"servers": []}, "nosuch")
+    assert "--model NAME` loads one of aaa, coder" in capsys.readouterr().err
 
 
 def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:

@@ -7,7 +7,7 @@ import pytest
 from proxy import errors
 from proxy.errors import ProxyError
 from proxy.web.errors import anthropic_error, error_event, error_event_of, error_response
-from tests.unit.edits import edit_of_stream
+from tests.unit.edits import edit_of_answer, edit_of_stream
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
@@ -160,3 +160,11 @@ def test_refusal_in_a_stream_that_is_not_json_says_which_status_it_was(
 
 def compact(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def test_error_that_comes_in_chunks_as_a_router_sends_it_is_put_into_anthropics_shape() -> None:
+    edit = edit_of_answer(MESSAGES, 400, None, length="")
+    assert edit is not None
+    told = {"type": "exceed_context_size_error", "message": "no", "n_prompt_tokens": 9, "n_ctx": 5}
+    error = json.loads(edit(json.dumps({"error": told}).encode()))["error"]
+    assert error["message"].startswith("prompt is too long: 9 tokens > 5 maximum")
