@@ -128,7 +128,7 @@ class DegradationKind(StrEnum):
     PROCESS_HAS_NO_NAME = "restarts cannot be told"
     """The proxy could not notice a restart of llama-server, and would count on states that are gone.
 
-    Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.
+    Start llama-server with --metrics.
     """
     NO_SLOT_SAVE_PATH = "no slot save path"
     """llama-server was started without --slot-save-path.
@@ -138,7 +138,8 @@ class DegradationKind(StrEnum):
     OTHER_DIRECTORY = "another slot save path"
     """llama-server saved a slot, but not into slot_save_path.
 
-    Give both the same directory; in containers, mount the same one into both.
+    Give both the same directory; in containers, mount the same one into both. The proxy belongs on
+    llama-server's machine.
     """
     FILES_UNREADABLE = "files unreadable"
     """The proxy may not read the files that llama-server writes.

@@ -256,10 +256,12 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
     )
     return {
         _K.LOADING: f"run doctor again when {facts.url}/health answers 200.",
-        _K.NO_SLOT_SAVE_PATH: f"--slot-save-path {path}{places.get(facts.host, '')}",
+        _K.NO_SLOT_SAVE_PATH: f"--slot-save-path {path}{places.get(facts.host, '')}; and -np N"
+        " --cache-ram 0, if these are missing",
         _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
         _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
-        _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0",
+        _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0. Each slot then has -c divided by"
+        f" {facts.n_slots}: give a larger -c, or fewer slots",
         _K.ATTACH_FAILED: can_save if facts.probe_owner_uid is None else _AGAIN,
     }
 
@@ -350,7 +352,7 @@ def _share(path: str) -> str:
 
 def _directory_findings(setup: Setup) -> Iterator[Finding]:
     path = setup.settings.slot_save_path
-    if setup.lock:
+    if setup.lock and (setup.health or not setup.problem):
         yield _proxy_finding(setup)
     if setup.problem and not setup.is_proxy_caching:  # a proxy reads what it cannot write
         text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
@@ -389,6 +391,10 @@ def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     if usable < needed:
         cure = "Free some space, or use another disk."
         return (limit if usable > 0 else blocker)("disk space", text, cure)
+    if usable < (budget := setup.settings.max_store_bytes):
+        text += (
+            f" The budget is not {size_in_words(budget)} (max_store_bytes), but what the disk has."
+        )
     return ok("disk space", text)
 
 

@@ -181,7 +181,7 @@ class Journal:
         if request_id == LAST:
             return "no request has ended since the proxy was started"
         if request_id == MISS:
-            return f"no miss is among the last {len(self._ended):,} requests"
+            return f"no miss is among the last {len(self._ended):,} requests since the proxy was started"
         return (
             f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
             f"{MAX_REQUESTS:,}, or the proxy was restarted since"
@@ -395,8 +395,8 @@ class Report:
         self._metrics.unanswered_requests.labels(why).inc()
         record = self._record(request, UNANSWERED, Judgement(Cause.NOT_ANSWERED), why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        after = f"{why} after {seconds_in_words(record.seconds)}"
-        says = f"{views.api_name(record.path)}  not answered: {after}  id {record.id}"
+        api, took = views.api_name(record.path), seconds_in_words(record.seconds)
+        says = f"{api}  not answered after {took}: {why}  id {record.id}"
         reason = str(error) or type(error).__name__
         write("request", **views.line_of(record), reason=reason, says=says)
         self._journal.add(record)

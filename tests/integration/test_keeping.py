@@ -228,7 +228,7 @@ async def test_client_that_leaves_while_it_is_kept_leaves_nothing_behind(
                 await client.comments(2)
             await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
         (said,) = (line["says"] for line in logs if line["event"] == "request")
-        assert re.match(r"chat  not answered: client left after [\d.]+ m?s  id \w+$", said)
+        assert re.match(r"chat  not answered after [\d.]+ m?s: client left  id \w+$", said)
         rig.server.release("generate")
         await rig.settled()
         await rig.chat("b")

@@ -146,7 +146,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             ran_into(DegradationKind.NO_SLOT_SAVE_PATH),
-            *(BLOCKER, "no slot save path", "without", "Here: --slot-save-path /states"),
+            *(BLOCKER, "no slot save path", "without", "Here: --slot-save-path /states; and -np N"),
         ),
         (
             ran_into(DegradationKind.NO_SLOT_SAVE_PATH, host="router", name="full"),
@@ -162,7 +162,12 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             ran_into(DegradationKind.IDLE_SLOTS_CLEARED),
-            *(LIMIT, "idle slots are cleared", "one at a time", "Here: -np 2 --cache-ram 0"),
+            *(
+                LIMIT,
+                "idle slots are cleared",
+                "one at a time",
+                "Here: -np 2 --cache-ram 0. Each slot then",
+            ),
         ),
         (
             ran_into(DegradationKind.ATTACH_FAILED, "500"),
@@ -200,6 +205,10 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             directory(UNTOUCHED, problem="Permission denied"),
+            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
+        ),
+        (  # nobody knows then whether a proxy uses it
+            directory(UNTOUCHED, problem="Permission denied", lock="no access to the lock"),
             *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
         ),
         (

@@ -10,6 +10,7 @@ import pytest
 import structlog
 from aiohttp.http_exceptions import BadHttpMessage
 
+from proxy.core.plan import Why
 from proxy.core.rates import seconds_in_words
 from proxy.errors import UpstreamRefused
 from proxy.explain.causes import Cause, PromptPart
@@ -154,6 +155,11 @@ RECORD = RequestRecord(
         (
             {"status": 501, "cause": Cause.REFUSED},
             "chat  llama-server refused it (status 501)  id 5f0c1a2b",
+        ),
+        (
+            {"status": 400, "cause": Cause.REFUSED, "why": Why.TOO_LONG},
+            "chat  10,634 tokens, more than a slot takes: llama-server refused it (status 400)"
+            "  id 5f0c1a2b",
         ),
     ],
 )  # fmt: skip
