@@ -99,7 +99,8 @@ def connect(
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
-    answer({"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip())
+    told_of = f"{own} has the settings. {cached}. {hint}".rstrip()
+    answer({"n_prompt": n_prompt, "n_cached": n_cached}, told_of)
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
 
 
