@@ -170,8 +170,8 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     async with shared.tier.running() if shared.tier else nullcontext(), pool.followed():
         try:
             async with (
-                _listen(operators, settings.admin, 1.0) as admin_port,
-                _listen(clients, settings.listen, settings.drain_seconds) as port,
+                _listen(operators, settings.admin, 1.0, Deadline()) as admin_port,
+                _listen(clients, settings.listen, settings.drain_seconds, deadline) as port,
             ):
                 try:
                     yield Running(port, admin_port, pool, shared)
@@ -190,7 +190,9 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
 
 
 @asynccontextmanager
-async def _listen(app: web.Application, address: str, drain_seconds: float) -> AsyncIterator[int]:
+async def _listen(
+    app: web.Application, address: str, drain_seconds: float, deadline: Deadline
+) -> AsyncIterator[int]:
     """Serve *app* at HOST:PORT and yield the port; port 0 takes a free one."""
     # Without cancellation a client that leaves the queue would stay in the queue.
     runner = web.AppRunner(
@@ -217,7 +219,8 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
             await runner.cleanup()
         except asyncio.CancelledError:
             # A second signal. Requests that still run end here, while llama-server still answers.
-            await connected.shutdown(0.001)  # 0 is no limit
+            deadline.set(0)
+            await connected.shutdown(0.1)
             raise
 
 

@@ -58,6 +58,20 @@ async def test_endless_stream_ends_in_an_error_when_the_time_is_up(
         await rig.start_proxy()
 
 
+async def test_stream_ends_in_an_error_at_the_second_signal(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, drain_seconds=600.0) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        stream = await begin_stream(rig, 10_000)
+        running = rig.running
+        stopping = asyncio.ensure_future(rig.stop_proxy())
+        await asyncio.sleep(0.1)
+        stopping.cancel()  # as a second signal does
+        assert b"the proxy stopped before the answer was whole" in await stream
+        await asyncio.wait({stopping})
+        assert sample(running.metrics, "unanswered_requests_total", reason="proxy stopped") == 1
+        await rig.start_proxy()
+
+
 async def test_answer_goes_on_for_drain_seconds_and_no_longer(start_rig: StartRig) -> None:
     """The answer itself measures: a busy machine sends fewer chunks, not more."""
     async with start_rig(n_slots=1, drain_seconds=1.0) as rig:
