@@ -74,9 +74,7 @@ def connect(
         return
     told = proxy.told()
     server = proxy.clients_side(told, url, api_key)
-    if model and _was_loaded(server, told, model):
-        told = proxy.told()
-    chosen, servers = server.model_that_runs(told, model)
+    chosen, servers = server.model_that_runs(_with_model(proxy, server, told, model), model)
     model = str(chosen["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
@@ -99,20 +97,24 @@ def connect(
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
-    told_of = f"{own} has the settings. {cached}. {hint}".rstrip()
-    answer({"n_prompt": n_prompt, "n_cached": n_cached}, told_of)
+    cached = f"{own} has the settings. {cached}. {hint}".rstrip()
+    answer({"n_prompt": n_prompt, "n_cached": n_cached}, cached)
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
 
 
-def _was_loaded(server: RunningProxy, told: dict[str, Any], model: str) -> bool:
-    """Have a model loaded that a router or llama-swap has, but does not run; return whether it was one."""
+def _with_model(
+    proxy: RunningProxy, server: RunningProxy, told: dict[str, Any], model: str | None
+) -> dict[str, Any]:
+    """Return the overview; a *model* that a router or llama-swap has, but does not run, is loaded first."""
+    if not model:
+        return told
     known = {each["id"] for each in server.ask("GET", "/v1/models", dict[str, Any])["data"]}
     if model not in known - {each["name"] for each in told["servers"]}:
-        return False
+        return told
     said = [{"role": "user", "content": "Hello."}]
     body = msgspec.json.encode({"model": model, "messages": said, "max_tokens": 1})
     server.ask("POST", "/v1/chat/completions", dict[str, Any], body=body, headers=_NOT_KEPT)
-    return True
+    return proxy.told()
 
 
 def _short_context(n_ctx: int) -> str:
