@@ -122,6 +122,14 @@ def test_disk_with_room_for_a_measured_state_or_in_place_of_stored_ones_is_no_pr
     assert "disk space" not in [finding.topic for finding in problems(setup)]
 
 
+@pytest.mark.parametrize(("free_bytes", "is_told"), [(19 * GIB, True), (40 * GIB, False)])
+def test_disk_that_is_smaller_than_the_budget_is_told(free_bytes: int, is_told: bool) -> None:
+    texts = [
+        f.text for f in findings_of(directory(free_bytes=free_bytes)) if f.topic == "disk space"
+    ]
+    assert ["not 20.0 GiB (max_store_bytes)" in text for text in texts] == [is_told]
+
+
 def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
     findings = findings_of(alone(HEALTHY))
     assert problems(HEALTHY) == []
