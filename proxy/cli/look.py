@@ -111,6 +111,7 @@ def explanation_text(explanation: Explanation) -> Text:
     if request.why:
         shared = f"; shared store: {request.shared}" if request.shared else ""
         plan = f"plan: {request.chosen or 'none'}, {request.why}{shared}"
+        plan = f"error: {request.why}" if request.cause is Cause.REFUSED else plan
         lines.append(Text(plan, style="dim"))
     place = ""
     if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:

@@ -324,12 +324,14 @@ class Report:
         """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
         answer, account = request.answer, request.account
         outcome = outcome or (account.outcome if account else Outcome.BYPASS)
+        facts = account.describe() if account else {"why": request.why}
         assert answer is not None
         if account is not None and outcome is not Outcome.BYPASS:
             self._count_tokens(account)
         if answer.status >= 400:
             judgement = Judgement(Cause.REFUSED)
             outcome = Outcome.REFUSED if answer.status < 500 else Outcome.FAILED
+            facts["why"] = answer.complaint
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
@@ -351,7 +353,7 @@ class Report:
             first_token_seconds=first_token_seconds,
             rewrites=request.rewrites or None,
             shared=_from_shared_store(request),
-            **(account.describe() if account else {"why": request.why}),
+            **facts,
         )
         self._log.info("request", **views.line_of(record), says=views.in_words(record))
         self._journal.add(record, judgement)

@@ -18,7 +18,6 @@ from msgspec import Meta
 
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Outcome, Prompt, Quarantine
-from proxy.core.plan import Why
 from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import Namespace, hash_steps, hash_whole
 from proxy.explain.causes import Cause, PromptPart
@@ -389,9 +388,8 @@ def in_words(record: RequestRecord) -> str:
         ahead = f"{record.evaluated:,} tokens of the next prompt"
         return f"{api}  {ahead}, {record.kind.value} in {took}"
     if record.cause is Cause.REFUSED:
-        is_long = record.why == Why.TOO_LONG
-        why = f"{record.n_prompt:,} tokens, more than a slot takes: " if is_long else ""
-        return f"{api}  {why}llama-server refused it (status {record.status})  id {record.id}"
+        said = f": {record.why}" if record.why else ""
+        return f"{api}  llama-server refused it (status {record.status}{said})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
         if record.chosen is None:
             return f"{api}  {answered}, not cached: {record.why}"

@@ -36,6 +36,11 @@ _SAYS_MORE = re.compile(
     rb'"(?:timings"|usage"|tool_calls"|finish_reason":"|prompt_progress"|error"|stop":true)'
 )
 """Found in events that are read although they bring text."""
+_QUOTES = re.compile(
+    r': ["{]|: \[(?!json)|[{\n;]|,?(?: but)? got\b| at #|(?<=tool_choice): |(?<=format): '
+)
+"""Behind this, llama-server's messages quote the request, and no word of a prompt is logged."""
+_COMPLAINT_CHARACTERS = 200
 
 
 class _Usage(msgspec.Struct):
@@ -62,7 +67,7 @@ class Answer:
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
     llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
-    of a stream only if that was kept.
+    of a stream only if that was kept. `complaint` is llama-server's error in a few words, if it has one.
     """
 
     status: int
@@ -71,6 +76,7 @@ class Answer:
     is_broken: bool = False
     calls: tuple[CallMade, ...] = ()
     said: Callable[[], str] = str
+    complaint: str = ""
 
     @property
     def is_refusal(self) -> bool:
@@ -173,6 +179,10 @@ class AnswerReader:
             return _timings_of(self._usages)
         return self._timings
 
+    def complaint(self) -> str:
+        """Return llama-server's error, if the answer is one and no stream."""
+        return complaint_in(bytes(self._buffer))
+
     def calls(self) -> tuple[CallMade, ...]:
         """Return the calls that are complete, once the answer has passed."""
         self._read_whole()
@@ -258,6 +268,14 @@ def _timings_of(usages: list[_Usage]) -> Timings | None:
         if generated and n_input is not None and n_cached is not None:
             return Timings(n_cached, n_input, predicted_n=max(generated))
     return None
+
+
+def complaint_in(body: bytes) -> str:
+    """Return what llama-server's error says, shortened, and without what it quotes of the request."""
+    message = text_of(member(object_in(body), "error"), "message")
+    # A template's own error stands behind a piece of the template.
+    told = message.rpartition("\nError: ")[2]
+    return _QUOTES.split(told, 1)[0].strip()[:_COMPLAINT_CHARACTERS]
 
 
 def _complete(growing: list[str]) -> CallMade:

@@ -10,7 +10,7 @@ from multidict import CIMultiDict
 
 from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
-from proxy.llama.answers import Answer, AnswerReader
+from proxy.llama.answers import Answer, AnswerReader, complaint_in
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
 from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
 from proxy.llama.requests import generation_route
@@ -169,8 +169,9 @@ class Exchange:
                 return Answer(answer.status, None, self._first_token_at, is_broken=True)
             await self.writer.end()
         self.is_answered = True
-        timings, calls = reader.timings(), reader.calls()
-        return Answer(answer.status, timings, self._first_token_at, calls=calls, said=reader.said)
+        timings, calls, said = reader.timings(), reader.calls(), reader.said
+        complaint = reader.complaint() if answer.status >= 400 else ""
+        return Answer(answer.status, timings, self._first_token_at, False, calls, said, complaint)
 
     async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
@@ -233,7 +234,7 @@ class Exchange:
         self._has_begun = True
         await waiting.write_eof(event)
         self.is_answered = True
-        return Answer(answer.status, None)
+        return Answer(answer.status, None, complaint=complaint_in(body))
 
     def _look_for_cells(self, body: bytes) -> None:
         """Raise OutOfCells the first time that llama-server fails before a token: it can be asked again."""

@@ -190,6 +190,7 @@ async def test_request_that_llama_server_refused_is_no_miss(start_rig: StartRig)
             assert reply.status == 400
         _, output = await command("explain", "--admin", rig.admin_url)
         assert "refused (status 400)  " in output and "llama-server refused the request" in output
+        assert "error: Field 'max_tokens': " in output
         assert (await command("explain", "miss", "--admin", rig.admin_url))[0] == 1
 
 

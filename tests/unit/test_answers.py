@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.messages import Route
-from proxy.llama.answers import AnswerReader
+from proxy.llama.answers import AnswerReader, complaint_in
 from proxy.llama.client import Timings
 
 TIMINGS = {"cache_n": 1996, "prompt_n": 5, "prompt_ms": 1.5, "predicted_n": 8, "new_field": 1}
@@ -225,3 +225,36 @@ def test_event_that_brings_only_text_is_not_decoded(monkeypatch: pytest.MonkeyPa
 def test_event_that_brings_text_and_timings_is_read() -> None:
     timings = read("text/event-stream", text_event(), text_event(timings=TIMINGS), text_event())
     assert timings == Timings(1996, 5, 1.5, 8)
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        ("request (9 tokens) exceeds the context size", "request (9 tokens) exceeds the context size"),
+        ("'messages' is required", "'messages' is required"),
+        (
+            "Field 'n': [json.exception.type_error.302] type must be number, but is string",
+            "Field 'n': [json.exception.type_error.302] type must be number, but is string",
+        ),
+        ("Failed to parse messages: Missing 'role' in message: {\"content\":\"SECRET\"}",
+         "Failed to parse messages: Missing 'role' in message"),
+        ("Expected 'tools' to be an array, got \"SECRET\"; tools = \"SECRET\"",
+         "Expected 'tools' to be an array"),
+        ("missing closing quote; last read: '\"SECRET'", "missing closing quote"),
+        ("JSON schema error at #: unrecognized type SECRET", "JSON schema error"),
+        ("type must be \"text\", but got: SECRET", 'type must be "text"'),
+        ("Unknown reasoning format: SECRET", "Unknown reasoning format"),
+        (
+            "\n----\nWhile executing CallExpression at line 18 in source:\n... raise_exception(\n"
+            "Error: Jinja Exception: No user query found in messages.",
+            "Jinja Exception: No user query found in messages.",
+        ),
+        ("x" * 1000, "x" * 200),
+    ],
+)  # fmt: skip
+def test_error_is_told_without_what_it_quotes(message: str, complaint: str) -> None:
+    """The messages are llama-server's own."""
+    assert (
+        complaint_in(json.dumps({"error": {"code": 400, "message": message}}).encode()) == complaint
+    )
+    assert complaint_in(b"<html>") == complaint_in(b'{"error": "no model"}') == ""

@@ -10,7 +10,6 @@ import pytest
 import structlog
 from aiohttp.http_exceptions import BadHttpMessage
 
-from proxy.core.plan import Why
 from proxy.core.rates import seconds_in_words
 from proxy.errors import UpstreamRefused
 from proxy.explain.causes import Cause, PromptPart
@@ -157,9 +156,8 @@ RECORD = RequestRecord(
             "chat  llama-server refused it (status 501)  id 5f0c1a2b",
         ),
         (
-            {"status": 400, "cause": Cause.REFUSED, "why": Why.TOO_LONG},
-            "chat  10,634 tokens, more than a slot takes: llama-server refused it (status 400)"
-            "  id 5f0c1a2b",
+            {"status": 400, "cause": Cause.REFUSED, "why": "'messages' is required"},
+            "chat  llama-server refused it (status 400: 'messages' is required)  id 5f0c1a2b",
         ),
     ],
 )  # fmt: skip
