@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from aiohttp import web
 
 from proxy import __version__
@@ -74,7 +75,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     """
     urls, metrics = upstream_urls(settings), Metrics()
     metrics.build_info.labels(__version__).set(1)
-    degradations = Degradations(metrics)
+    degradations = Degradations(metrics, wait_seconds=settings.upstream_wait_seconds)
     store = open_store(settings, degradations)
     journal = Journal(settings.explain_keep, parse_switches(settings.stabilizers))
     shared = new_shared(store, metrics, degradations, journal)
@@ -173,6 +174,8 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
                 _listen(operators, settings.admin, 1.0, Deadline()) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds, deadline) as port,
             ):
+                bound = f"{settings.listen.rpartition(':')[0]}:{port}"
+                pool.settings = msgspec.structs.replace(settings, listen=bound)
                 try:
                     yield Running(port, admin_port, pool, shared)
                 finally:
@@ -228,8 +231,9 @@ async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> a
     """Listen at HOST:PORT; raises OSError with the address as its file name."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
+    everywhere = host in ("", "::")  # with "::" itself, asyncio would leave out IPv4
     try:
-        return await loop.create_server(new_protocol, host or None, port)
+        return await loop.create_server(new_protocol, None if everywhere else host, port)
     except OSError as error:
         error.filename = address
         raise

@@ -30,18 +30,22 @@ class CannotCache(CacheFault):
 class Degradation:
     """An active condition; `since` is in seconds of the epoch, `where` names the llama-server.
 
-    `where` is empty if there is only one llama-server, and for conditions of the proxy itself.
+    `where` is empty if there is only one llama-server, and for conditions of the proxy itself. Requests
+    wait at most `wait_seconds` for a llama-server that is away.
     """
 
     kind: DegradationKind
     detail: str
     since: float
     where: str = ""
+    wait_seconds: float = 60.0
 
     @property
     def reason(self) -> str:
         """The reason in words, with llama-server's name and the detail."""
-        reason = f"{self.where}: {self.kind.reason}" if self.where else self.kind.reason
+        told = f"{self.wait_seconds:g} s (upstream_wait_seconds)"
+        reason = self.kind.reason.replace("upstream_wait_seconds", told)
+        reason = f"{self.where}: {reason}" if self.where else reason
         return f"{reason} ({self.detail})" if self.detail else reason
 
 
@@ -51,8 +55,11 @@ class Degradations:
     `at` returns the conditions of one llama-server, `where`. All share one table.
     """
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, metrics: Metrics, clock: Callable[[], float] = time.time, wait_seconds: float = 60.0
+    ) -> None:
         self.where = ""
+        self._wait_seconds = wait_seconds
         self._metrics = metrics
         self._clock = clock
         self._log = get_logger("cache")
@@ -100,7 +107,8 @@ class Degradations:
         if known := self._active.get(key):
             self._active[key] = replace(known, detail=detail or known.detail)
             return
-        begun = self._active[key] = Degradation(kind, detail, self._clock(), self.where)
+        facts = detail, self._clock(), self.where, self._wait_seconds
+        begun = self._active[key] = Degradation(kind, *facts)
         if self.where:
             self._servers.add(self.where)
         self._metrics.degradations.labels(kind).inc()

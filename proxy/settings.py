@@ -246,15 +246,17 @@ def parse_pairs(values: str) -> dict[str, str]:
 def upstream_urls(settings: Settings) -> list[str]:
     """Return the base URLs of `upstream`; raises SettingsError if one is the proxy's own address."""
 
-    def place(address: str) -> str:
-        return reachable(address.replace("localhost", "127.0.0.1"))
+    def places(address: str) -> set[str]:
+        host, _, port = address.rpartition(":")
+        is_each = host in ("", "0.0.0.0", "[::]", "localhost")
+        return {f"{each}:{port}" for each in (("127.0.0.1", "[::1]") if is_each else (host,))}
 
-    own = {place(getattr(settings, name)): name for name in ("listen", "admin")}
+    own = {place: name for name in ("listen", "admin") for place in places(getattr(settings, name))}
     urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
     for url in urls:
-        address = place(url.partition("://")[2].partition("/")[0])
-        if address in own:  # it would ask itself without end
-            says = f"is the proxy's own `{own[address]}`: give llama-server's address"
+        address = url.partition("://")[2].partition("/")[0]
+        if found := places(address) & own.keys():  # it would ask itself without end
+            says = f"is the proxy's own `{own[found.pop()]}`: give llama-server's address"
             raise SettingsError(f"upstream: {url} {says}")
     return urls
 

@@ -274,7 +274,7 @@ class RunningProxy:
         none is loaded.
         """
         servers, model = told["servers"], {"id": name}
-        if name is None or not servers:
+        if not name or not servers:
             models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
             if not servers:
                 known = ", ".join(each["id"] for each in models)

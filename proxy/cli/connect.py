@@ -72,7 +72,7 @@ def connect(
     if undo:
         _undo(own)
         return
-    told = proxy.told()
+    told, api_key = proxy.told(), api_key or "none"  # many clients refuse an empty one
     server = proxy.clients_side(told, url, api_key)
     chosen, servers = server.model_that_runs(_with_model(proxy, server, told, model), model)
     model = str(chosen["id"])
@@ -176,7 +176,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
 def _write(path: Path, content: dict[str, Any]) -> None:
     """Merge the content into a file, after the user agreed to the difference."""
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = path.read_text(encoding="utf-8-sig") if path.exists() else ""
         after = merged_text(path, before, content)
     except (ValueError, yaml.YAMLError):
         why = "has comments, or is in no form that can be merged"

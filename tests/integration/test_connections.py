@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
+from proxy import app
 from proxy.core.model import SlotId
 from proxy.errors import UpstreamLost, UpstreamUnreachable, in_words
 from proxy.llama.client import LlamaServer, Target
@@ -59,6 +60,12 @@ async def peer() -> AsyncIterator[Peer]:
     async with TestServer(app, handler_cancellation=True) as server:
         peer.url = str(server.make_url("/"))
         yield peer
+
+
+@pytest.mark.parametrize("address", [":0", "[::]:0"])
+async def test_listener_everywhere_takes_both_kinds_of_addresses(address: str) -> None:
+    async with await app._bind(asyncio.Protocol, address) as listener:
+        assert {s.family for s in listener.sockets} == {socket.AF_INET, socket.AF_INET6}
 
 
 async def test_no_connection_is_used_again(peer: Peer) -> None:

@@ -47,8 +47,7 @@ async def test_client_is_connected_and_its_way_is_cached(
     """One for each API that clients ask."""
     file = tmp_path / ("config.toml" if name == "codex" else "config.json")
     async with start_rig("hybrid", n_slots=1) as rig:
-        # A rig's own listener has a free port, which its settings do not know.
-        where = ("--admin", rig.admin_url, "--url", rig.base_url)
+        where = ("--admin", rig.admin_url)
         status, printed = await command("connect", name, *where)
         assert status == 0 and rig.base_url in printed and "hybrid-tiny" in printed
         process = rig.running.server.process

@@ -205,6 +205,7 @@ def test_model_of_a_router_is_the_one_that_runs(
     told = {"servers": [{"name": "zzz", "n_ctx": 512}, coder]}
     server = RunningProxy("127.0.0.1:1")
     assert server.model_that_runs(told) == ({"id": "coder"}, [coder])
+    assert server.model_that_runs(told, "") == ({"id": "coder"}, [coder])
     assert server.model_that_runs(told, "coder") == ({"id": "coder"}, [coder])
     of_one = {"servers": [{"name": "127.0.0.1:8080", "n_ctx": 512}]}
     assert server.model_that_runs(of_one) == ({"id": "aaa"}, of_one["servers"])
@@ -395,6 +396,8 @@ def test_wrong_setting_that_is_found_out_late_has_the_exit_status_of_the_others(
     ("upstream", "name"),
     [
         ("http://127.0.0.1:8091", "listen"),
+        ("http://[::1]:8091", "listen"),
+        ("http://[::1]:8092", "admin"),
         ("http://a:1, http://localhost:8092/v1", "admin"),
         ("http://127.0.0.1:8092", "admin"),
     ],

@@ -108,6 +108,14 @@ with connect.make_context("connect", ["opencode", "--yes"]):
     assert json.loads(path.read_text(encoding="utf-8")) == {"theme": "grün", "model": "a"}
 
 
+def test_byte_order_mark_does_not_keep_a_file_from_being_merged(tmp_path: Path) -> None:
+    path = tmp_path / "opencode.json"
+    path.write_text('{"theme": "dark"}', encoding="utf-8-sig")
+    with connect.make_context("connect", ["opencode", "--yes"]):
+        _write(path, {"model": "a"})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"theme": "dark", "model": "a"}
+
+
 def test_line_that_was_put_above_ours_stays() -> None:
     path, added = Path("config.toml"), 'approval_policy = "never"\n'
     first = merged_text(path, "[tui]\ntheme = 'dark'\n", content("codex"))

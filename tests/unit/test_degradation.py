@@ -68,6 +68,13 @@ def test_only_what_belongs_to_the_store_outlives_a_llama_server() -> None:
     assert set(DegradationKind) - OF_PROCESS == of_store
 
 
+def test_reason_says_how_long_requests_wait(metrics: Metrics) -> None:
+    noted = Degradations(metrics, wait_seconds=7.5)
+    noted.at("a").begin(K.UNREACHABLE)
+    (shown,) = noted.active
+    assert "Requests wait up to 7.5 s (upstream_wait_seconds)." in shown.reason
+
+
 def test_begun_and_ended_degradation_is_counted_and_shown(
     noted: Degradations, metrics: Metrics, clock: Clock
 ) -> None:
