@@ -5,10 +5,13 @@ it is a warning or worse. JSON has all fields of all events, and so has a consol
 """
 
 import logging
+import os
 import re
 import sys
 from collections.abc import MutableMapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
+from queue import Full, Queue
+from threading import Thread
 from typing import Any, NoReturn
 
 import structlog
@@ -16,10 +19,48 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _NO_FACTS = ("event", "component", "level", "timestamp")
+_STDERR = 2
+_MAX_LINES = 10_000
+_LAST_SECONDS = 1.0
 
 
-def configure_logging(level: str, log_format: str) -> None:
-    """Send log lines of *level* and above to stderr, as `console` or `json`."""
+class _Writer(AbstractContextManager["_Writer"]):
+    """Writes lines to stderr in a thread: a reader that has stopped must hold up no request.
+
+    Such as a terminal after Ctrl-S. What nobody reads is dropped in the end; so is what cannot be written,
+    because a disk is full, a pipe is dead or a terminal was closed.
+    """
+
+    def __init__(self) -> None:
+        self._lines = Queue[str](_MAX_LINES)
+        Thread(target=self._write_all, daemon=True).start()
+
+    def __call__(self, _: Any, __: str, line: Any) -> NoReturn:
+        with suppress(Full):
+            self._lines.put_nowait(f"{line}\n")
+        raise structlog.DropEvent  # there is nothing left for a logger to do
+
+    def _write_all(self) -> None:
+        # Not by sys.stderr, which Python closes at its end: Python dies if a thread still writes there.
+        while True:
+            data = self._lines.get().encode(errors="backslashreplace")
+            with suppress(OSError):
+                while data:
+                    data = data[os.write(_STDERR, data) :]
+            self._lines.task_done()
+
+    def __exit__(self, *_: object) -> None:
+        """Wait until all lines are written, for a second at most."""
+        with (written := self._lines.all_tasks_done):
+            written.wait_for(lambda: not self._lines.unfinished_tasks, _LAST_SECONDS)
+
+
+def configure_logging(level: str, log_format: str) -> AbstractContextManager[object]:
+    """Send log lines of *level* and above to stderr, as `console` or `json`.
+
+    All are written once the block of what is returned is left.
+    """
+    writer = _Writer()
     is_json, is_for_people = log_format == "json", log_format == "console" and level != "debug"
     console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     renderers = [_without_words, structlog.processors.JSONRenderer() if is_json else console]
@@ -31,18 +72,12 @@ def configure_logging(level: str, log_format: str) -> None:
             structlog.processors.TimeStamper(fmt=form, utc=is_json),
             structlog.processors.format_exc_info,
             *([_words] if is_for_people else renderers),
-            _write,
+            writer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
     )
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
-
-
-def _write(_: Any, __: str, line: Any) -> NoReturn:
-    """Write a line to stderr; a full disk, a dead pipe or a closed terminal must fail no request."""
-    with suppress(OSError):
-        sys.stderr.write(f"{line}\n")
-    raise structlog.DropEvent  # there is nothing left for a logger to do
+    return writer
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:

@@ -72,7 +72,9 @@ def _serve(
     """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
     allow_files()
     try:
-        return uvloop.run(_serve_until_told(settings, run_server, launch), loop_factory=EventLoop)
+        with configure_logging(settings.log_level, settings.log_format):
+            serving = _serve_until_told(settings, run_server, launch)
+            return uvloop.run(serving, loop_factory=EventLoop)
     except (StoreLocked, OSError) as error:
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
             if isinstance(error, OSError) and error.filename == address:
@@ -97,7 +99,6 @@ async def _serve_until_told(
     settings: Settings, run_server: RunServer | None, launch: Launch | None
 ) -> str | None:
     """Run the proxy as `_serve` says; raises as run_proxy does."""
-    configure_logging(settings.log_level, settings.log_format)
     is_told, log = told_to_stop(), get_logger("main")
     running: asyncio.Task[str] | None = None
     try:

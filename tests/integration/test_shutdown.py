@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.cli.serve import _serve_until_told
+from proxy.log import configure_logging
 from proxy.settings import Settings
 from proxy.tasks import Tasks
 from tests.integration.conftest import StartRig
@@ -224,7 +225,7 @@ async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -
 
 
 async def test_second_signal_counts_that_comes_with_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     @asynccontextmanager
     async def run_proxy(*_: object, **__: object) -> AsyncIterator[Any]:
@@ -237,10 +238,11 @@ async def test_second_signal_counts_that_comes_with_the_first(
 
     monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
     settings = Settings(slot_save_path=str(tmp_path), listen=":0")
-    serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
-    await asyncio.sleep(0.1)
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGTERM)
-    done, _ = await asyncio.wait({serving}, timeout=5.0)
+    with configure_logging("info", "console"):
+        serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
+        await asyncio.sleep(0.1)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({serving}, timeout=5.0)
     assert done and serving.cancelled()
-    assert "clients http://127.0.0.1:1234/v1" in capsys.readouterr().err
+    assert "clients http://127.0.0.1:1234/v1" in capfd.readouterr().err

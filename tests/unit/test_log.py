@@ -2,7 +2,9 @@
 
 import json
 import logging
-from contextlib import suppress
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -28,20 +30,20 @@ def fail_with_prompt_at_hand() -> None:
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_log_tells_what_failed_but_not_what_it_was_about(
-    log_format: str, capsys: pytest.CaptureFixture[str]
+    log_format: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        configure_logging("info", log_format)
-        faults = Faults(Metrics())
-        faults.record("tokenize", UpstreamRefused(500, f"parse error; last read: '{SECRET}'"))
-        try:
-            fail_with_prompt_at_hand()
-        except ValueError as error:
-            faults.record("settle", error)
-        get_logger("cache").info("request", id="5f0c1a2b", confirmed=7)
+        with configure_logging("info", log_format):
+            faults = Faults(Metrics())
+            faults.record("tokenize", UpstreamRefused(500, f"parse error; last read: '{SECRET}'"))
+            try:
+                fail_with_prompt_at_hand()
+            except ValueError as error:
+                faults.record("settle", error)
+            get_logger("cache").info("request", id="5f0c1a2b", confirmed=7)
     finally:
         structlog.reset_defaults()
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert SECRET not in told
     if log_format == "console":
         # llama-server may refuse the request too, as it refuses images without an mmproj.
@@ -57,16 +59,16 @@ def test_log_tells_what_failed_but_not_what_it_was_about(
         assert lines[2]["timestamp"].endswith("Z"), "programs get UTC"
 
 
-def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_says_words_and_debug_says_everything(capfd: pytest.CaptureFixture[str]) -> None:
     said = {}
     try:
         for level in ("info", "debug"):
-            configure_logging(level, "console")
-            log = get_logger("main")
-            log.info("serving", admin="a:1", says="ready")
-            log.info("store opened", n_checkpoints=3)
-            log.warning("stopped early", n_left=2)
-            said[level] = capsys.readouterr().err
+            with configure_logging(level, "console"):
+                log = get_logger("main")
+                log.info("serving", admin="a:1", says="ready")
+                log.info("store opened", n_checkpoints=3)
+                log.warning("stopped early", n_left=2)
+            said[level] = capfd.readouterr().err
     finally:
         structlog.reset_defaults()
     lines = [line.partition("  ")[2] for line in said["info"].splitlines()]
@@ -75,31 +77,48 @@ def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixt
     assert "says" not in said["debug"]
 
 
-@pytest.mark.parametrize("log_format", ["console", "json"])
-def test_log_that_cannot_be_written_fails_nobody(
-    log_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a full disk, and when a terminal was closed or the reader of a pipe has ended."""
-    full = open("/dev/full", "w", buffering=1)
-    monkeypatch.setattr("sys.stderr", full)
+@contextmanager
+def stderr_is(fd: int) -> Iterator[None]:
+    before = os.dup(2)
+    os.dup2(fd, 2)
     try:
-        configure_logging("info", log_format)
-        get_logger("main").warning("stopped early", n_left=2)
+        yield
     finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(fd)
         structlog.reset_defaults()
-        with suppress(OSError):
-            full.close()
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_log_that_cannot_be_written_fails_nobody(log_format: str) -> None:
+    """As on a full disk, and when a terminal was closed or the reader of a pipe has ended."""
+    with stderr_is(os.open("/dev/full", os.O_WRONLY)):
+        with configure_logging("info", log_format):
+            get_logger("main").warning("stopped early", n_left=2)
+
+
+def test_log_that_nobody_reads_holds_up_nobody() -> None:
+    """As a terminal after Ctrl-S."""
+    reader, writer = os.pipe()
+    with stderr_is(writer):
+        with (log := configure_logging("info", "console")):
+            for number in range(5000):
+                get_logger("main").warning("stopped early", n_left=number)
+        os.close(reader)
+        with log:  # until the rest has failed
+            pass
 
 
 def test_control_characters_of_a_client_do_not_reach_the_terminal(
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     try:
-        configure_logging("info", "console")
-        get_logger("front").warning("request failed", path="/slots/\x1b[31m")
+        with configure_logging("info", "console"):
+            get_logger("front").warning("request failed", path="/slots/\x1b[31m")
     finally:
         structlog.reset_defaults()
-    assert "path: /slots/\ufffd[31m" in capsys.readouterr().err
+    assert "path: /slots/\ufffd[31m" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
