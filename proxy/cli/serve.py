@@ -110,7 +110,11 @@ async def _serve_until_told(
             log.info("serving", **of, says="" if run_server else says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
             if run_server is not None:
-                keeps_running = run_server(proxy.pool.are_met, f"ready: {listeners}")
+
+                async def is_ready() -> bool:
+                    return await proxy.pool.are_met() and not is_told.is_set()
+
+                keeps_running = run_server(is_ready, f"ready: {listeners}")
                 running = asyncio.ensure_future(keeps_running)
                 awaited.add(running)
             try:

@@ -246,6 +246,11 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
         if name in given:
             if given[name].value.isdecimal():
                 launch.n_context_checkpoints = int(given[name].value)
+            if launch.n_context_checkpoints == 0:
+                launch.warnings.append(
+                    f"{given[name]}: unless the model has full attention only, nearly every request is"
+                    " evaluated whole; 8 are enough"
+                )
             return
         if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
             launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS

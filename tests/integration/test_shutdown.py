@@ -3,7 +3,7 @@
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,3 +246,31 @@ async def test_second_signal_counts_that_comes_with_the_first(
         done, _ = await asyncio.wait({serving}, timeout=5.0)
     assert done and serving.cancelled()
     assert "clients http://127.0.0.1:1234/v1" in capfd.readouterr().err
+
+
+async def test_llama_server_is_not_called_ready_behind_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_stopping, are_ready = asyncio.Event(), list[bool]()
+
+    async def are_met() -> bool:
+        return True
+
+    async def run_server(is_ready: Callable[[], Awaitable[bool]], _: str) -> str:
+        are_ready.append(await is_ready())
+        signal.raise_signal(signal.SIGINT)
+        await is_stopping.wait()
+        are_ready.append(await is_ready())
+        return ""
+
+    @asynccontextmanager
+    async def run_proxy(*_: object, **__: object) -> AsyncIterator[Any]:
+        shared = SimpleNamespace(journal=SimpleNamespace(in_flight=[]))
+        pool = SimpleNamespace(are_met=are_met)
+        yield SimpleNamespace(port=1234, admin_port=2, shared=shared, pool=pool)
+        is_stopping.set()
+        await until(lambda: len(are_ready) == 2)
+
+    monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
+    await _serve_until_told(Settings(slot_save_path=str(tmp_path)), run_server, None)
+    assert are_ready == [True, False]

@@ -56,6 +56,8 @@ def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
     made = launch(frozenset(("--slot-save-path", "--port", "-np", "--swa-checkpoints")))
     assert added(made) == "--slot-save-path /cache --port 50123 -np 1 --swa-checkpoints 8"
     assert launch(KNOWN - {"--ctx-checkpoints", "--swa-checkpoints"}).n_context_checkpoints is None
+    (warning,) = launch(ctx_checkpoints="0").warnings
+    assert warning.startswith("--ctx-checkpoints 0: ")
 
 
 def test_plan_launch_keeps_what_the_user_gave() -> None:
