@@ -217,12 +217,16 @@ def summary(setup: Setup) -> str:
 def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]:
     """Yield the obstacles to caching at a llama-server, and the other findings about it."""
     path = setup.settings.slot_save_path
+    is_silent = not facts.n_slots and _K.SILENT in [each.kind for each in facts.degradations]
     for each in facts.degradations:
+        if is_silent and each.kind is _K.ATTACHING:
+            continue  # it has not answered at all
         if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
             continue  # the finding of the slots says it
         here = _cures_here(facts, path).get(each.kind, "")
         may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
-        yield degradation(each.kind, each.detail, here, may_pass=may_pass)
+        kind = _K.UNREACHABLE if is_silent and each.kind is _K.SILENT else each.kind
+        yield degradation(kind, each.detail, here, may_pass=may_pass)
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)

@@ -433,7 +433,8 @@ async def test_address_without_tls_is_named(new_server: NewServer, directory: Pa
         url = server.base_url.replace("http:", "https:")
         found = Diagnosis(await examine(Settings(upstream=url, slot_save_path=str(directory))))
     assert found.exit_status == 2
-    assert "`upstream` begins with https" in found.problems()["llama-server is silent"]
+    assert "`upstream` begins with https" in found.problems()["llama-server unreachable"]
+    assert "attaching" not in found.problems()
 
 
 async def test_proxy_taken_for_llama_server_is_named(
