@@ -43,14 +43,14 @@ Edit = Callable[[bytes], bytes]
 _AS_IT_IS: Edit = bytes
 
 
-def error_response(path: str, error: ProxyError) -> web.Response:
-    """Return the answer to a request that cannot be served."""
-    body = _own_error(error.status, str(error))
+def error_response(path: str, error: ProxyError, headers: dict[str, str]) -> web.Response:
+    """Return the answer to a request that cannot be served, with other *headers*."""
+    body, may_retry = _own_error(error.status, str(error)), error.status in (502, 503)
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(_anthropic(body) if is_anthropic(path) else {"error": body}),
         content_type="application/json",
-        headers={"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in (502, 503) else None,
+        headers=headers | ({"Retry-After": str(RETRY_AFTER_SECONDS)} if may_retry else {}),
     )
 
 

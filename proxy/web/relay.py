@@ -16,7 +16,7 @@ from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
 from proxy.llama.requests import generation_route
 from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
-from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread
+from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread, for_any_page
 
 _EVENTS = "text/event-stream"
 _NO_CELLS = b'"message":"Context size has been exceeded'
@@ -101,7 +101,7 @@ class Exchange:
         self.writer.stop_keeping()
         response = self.writer.response
         if response is None:
-            return error_response(self.path, error)
+            return error_response(self.path, error, for_any_page(self.incoming))
         with suppress(ConnectionResetError):
             if not self._has_begun:
                 await response.write_eof(error_event(self.path, error))

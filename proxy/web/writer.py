@@ -44,6 +44,11 @@ PIECE_BYTES = 32 << 10
 """Half of what asyncio lets a transport buffer before a writer has to wait."""
 
 
+def for_any_page(client: web.Request) -> dict[str, str]:
+    """Return the header by which llama-server lets a page of any site read its answers, errors too."""
+    return {"Access-Control-Allow-Origin": client.headers.get("Origin", "")}
+
+
 class Connection(asyncio.Protocol):
     """A client's connection, which stays open for a while after the client has closed its sending side.
 
@@ -120,9 +125,7 @@ class ClientWriter:
             while True:
                 await asyncio.sleep(KEEP_SECONDS)
                 if self.response is None:
-                    response = web.StreamResponse(headers=OF_EVENTS)
-                    if origin := self._client.headers.get("Origin"):  # as llama-server does
-                        response.headers["Access-Control-Allow-Origin"] = origin
+                    response = web.StreamResponse(headers=OF_EVENTS | for_any_page(self._client))
                     await response.prepare(self._client)
                     self.response = response
                 await self.response.write(COMMENT)

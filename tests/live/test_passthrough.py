@@ -128,8 +128,12 @@ def text_of(answer: str) -> list[str]:
     "path", ["/slots/0?action=erase", "/slots/0?action=save", "/lora-adapters"]
 )
 async def test_request_that_changes_server_state_is_refused(rig: Rig, path: str) -> None:
-    async with rig.client.post(rig.base_url + path, json={"filename": "x"}) as reply:
+    page = {"Origin": "http://page.example"}
+    async with rig.client.post(rig.base_url + path, json={}, headers=page) as reply:
         error = (await reply.json())["error"]
+        assert reply.headers["Access-Control-Allow-Origin"] == page["Origin"], (
+            "its page may read it"
+        )
         assert (reply.status, error["code"], error["src"]) == (403, 403, "llama-prefix-cache")
         assert "behind the cache's back" in error["message"]
 

@@ -22,7 +22,7 @@ OPENAI_TYPES = {500: "server_error", 502: "unavailable_error", 503: "unavailable
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyError]) -> None:
-    response = error_response(CHAT, kind("it is so"))
+    response = error_response(CHAT, kind("it is so"), {})
     assert isinstance(response.body, bytes)
     body = json.loads(response.body)
     assert (response.status, response.content_type) == (kind.status, "application/json")
@@ -52,10 +52,10 @@ def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyErro
 def test_error_of_a_status_has_the_type_of_each_api(
     status: int, openai_type: str, anthropic_type: str
 ) -> None:
-    response = error_response(CHAT, ProxyError("it is so", status))
+    response = error_response(CHAT, ProxyError("it is so", status), {})
     assert isinstance(response.body, bytes)
     assert (response.status, json.loads(response.body)["error"]["type"]) == (status, openai_type)
-    response = error_response(MESSAGES, ProxyError("it is so", status))
+    response = error_response(MESSAGES, ProxyError("it is so", status), {})
     assert isinstance(response.body, bytes)
     error = {"type": anthropic_type, "message": "llama-prefix-cache: it is so"}
     assert json.loads(response.body) == {"type": "error", "error": error}
@@ -66,7 +66,7 @@ def test_error_of_a_status_has_the_type_of_each_api(
 def test_only_what_passes_by_itself_says_when_to_come_back(
     kind: type[ProxyError], path: str
 ) -> None:
-    response = error_response(path, kind("it is so"))
+    response = error_response(path, kind("it is so"), {})
     assert ("Retry-After" in response.headers) == (kind.status in (502, 503))
 
 
