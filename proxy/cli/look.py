@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from datetime import datetime
@@ -34,7 +35,7 @@ from proxy.settings import NAMES, merge_settings, read_sources, size_in_words, w
 @click.command()
 @command.with_proxy
 def stats(proxy: command.RunningProxy) -> None:
-    """Say how the proxy is doing, and how much it has reused today.
+    """Say how the proxy is doing, what runs, and how much was reused.
 
     \b
     llama-prefix-cache stats
@@ -60,6 +61,13 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
         states = Counter(slot["state"] for slot in server["slots"])
         slots = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
         yield f"llama-server {server['name']}".strip(), f"rule: {server['rule']}; slots: {slots}"
+    for request in overview["in_flight"]:
+        n_done, n_prompt = request["n_done"], request["n_prompt"]
+        done = f", {n_done:,} of {n_prompt:,} tokens" if n_prompt and n_done is not None else ""
+        came = command.age_in_words(time.time() - request["at"])
+        words = f'"{request["title"]}"' if request["title"] else ""
+        named = ", ".join(filter(None, (words, request["client"]))) or "a request"
+        yield "in flight", f"{named}: {request['phase']}{done}, came {came}"
     today = overview["today"]
     yield "today", f"since {datetime.fromtimestamp(today['since']):%Y-%m-%d %H:%M}"
     yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} reused something"

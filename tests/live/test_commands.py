@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,15 @@ async def test_request_that_llama_server_refused_is_no_miss(start_rig: StartRig)
         assert "refused (status 400)  " in output and "llama-server refused the request" in output
         assert "error: Field 'max_tokens': " in output
         assert (await command("explain", "miss", "--admin", rig.admin_url))[0] == 1
+
+
+async def test_stats_tell_of_a_request_that_is_being_answered(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        body = {"messages": MESSAGES[0], "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+        async with rig.client.post(rig.base_url + CHAT, json=body) as answer:
+            await answer.content.readline()
+            _, output = await command("stats", "--admin", rig.admin_url)
+        assert re.search(r"(?s)in flight .*: answers", output)
 
 
 async def lose_states(rig: Rig) -> None:

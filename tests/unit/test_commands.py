@@ -166,6 +166,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
         "store": None,
         "servers": servers,
         "reasons": [],
+        "in_flight": [],
     }
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     noon = datetime.fromtimestamp(1795431600)  # local time, like all times that people read
@@ -183,6 +184,14 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
+    asked = {"title": "mend the login", "client": "OpenCode 1.18"}
+    running = {"phase": "evaluates", "n_prompt": 51_200, "n_done": 8192, "at": time.time()}
+    overview["in_flight"] = [asked | running, asked | running | {"n_prompt": None, "n_done": None}]
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    evaluates, told = [row[1] for row in rows if row[0] == "in flight"]
+    named = '"mend the login", OpenCode 1.18: evaluates'
+    assert evaluates == f"{named}, 8,192 of 51,200 tokens, came 0 s ago"
+    assert told == f"{named}, came 0 s ago"
     overview["reasons"] = [{"reason": "There is no room.", "cure": "Free some."}]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     assert rows[1] == ("", "There is no room. Free some.")
