@@ -163,6 +163,7 @@ class StoreDirectory:
         with ExitStack() as opened:
             opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
+                self._device = path.stat().st_dev
                 if is_readonly:
                     copy = Path(opened.enter_context(TemporaryDirectory()))
                     (copy / "index").mkdir()
@@ -197,6 +198,20 @@ class StoreDirectory:
             else:
                 raise IndexDamaged(path, reason)
 
+    def require_disk(self) -> None:
+        """Raise StoreFault if the directory was unmounted, or another disk is mounted over it.
+
+        Its files only look as if they were gone, and what another disk holds is another store's.
+        """
+        directory = self.files.directory
+        try:
+            is_same = directory.stat().st_dev == self._device
+        except OSError as error:
+            raise StoreFault(in_words(error)) from error
+        if not is_same:
+            told = "is not on the disk where it was at the start: mount that disk, or restart the proxy"
+            raise StoreFault(f"{directory} {told}")
+
     # Entering, changing and removing one checkpoint.
 
     def commit(self, entry: Entry, newer: Newer = NOTHING_NEWER) -> FileStamp:
@@ -223,6 +238,7 @@ class StoreDirectory:
 
         Its index is then made anew at the next opening, from the states and the records beside them.
         """
+        self.require_disk()
         directory = self.files.directory
         lock = directory / LOCK_NAME
         with suppress(FileNotFoundError):

@@ -182,7 +182,8 @@ class CheckpointStore(Catalogue):
         except OSError as error:
             self.note_unreadable(checkpoint)
             with suppress(StoreFault):
-                if isinstance(error, FileNotFoundError) and self.files.directory.is_dir():
+                if isinstance(error, FileNotFoundError):
+                    self._directory.require_disk()
                     await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
         self.note_verified(checkpoint)
@@ -227,10 +228,11 @@ class CheckpointStore(Catalogue):
         """Make room for a file; return its temporary name.
 
         The bytes stay reserved until that name is committed or discarded. Raises NoRoom, without removing
-        anything, if the checkpoints that may be removed do not free enough.
+        anything, if the checkpoints that may be removed do not free enough, StoreFault if the disk is away.
         """
         if self.files.is_readonly:
             raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
+        self._directory.require_disk()
         name = self.files.new_temporary_name()
         self.writes.reserve(name, claim)
         await self._make_room(name, claim)

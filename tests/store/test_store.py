@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ import xxhash
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, Quarantine
+from proxy.core.saving import Claim
 from proxy.core.tokens import (
     FIRST_BLOCK_TOKENS,
     Namespace,
@@ -37,6 +38,7 @@ from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
 from proxy.store.store import CheckpointStore
+from tests.lab.page_cache import folder_on_disk
 from tests.lab.waiting import until
 from tests.store.conftest import (
     BUDGET,
@@ -437,6 +439,64 @@ async def test_state_in_a_directory_that_is_away_is_not_removed(tmp_path: Path) 
         away.rename(directory)
     with opened(directory) as store:
         await use(store, checkpoint)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another disk than the test's own."""
+    with folder_on_disk() as folder:
+        if folder.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs two file systems")
+        yield folder
+
+
+def mount(disk: Path, at: Path) -> None:
+    """Let a disk, or what lies below it, be seen at a place."""
+    at.unlink(missing_ok=True)
+    at.symlink_to(disk)
+
+
+async def test_disk_that_is_unmounted_and_mounted_again_loses_nothing(
+    tmp_path: Path, disk: Path
+) -> None:
+    """An empty directory is seen at its place meanwhile, on a disk that may be full."""
+    place, below, other = tmp_path / "place", tmp_path / "below", run_of(400, start=5000)
+    below.mkdir()
+    mount(disk, place)
+    with opened(place) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
+    with opened(place) as store:
+        mount(below, place)
+        state = new_state(store, other)
+        for refused in (
+            store.verify(checkpoint),
+            store.reserve(Claim(100, Present(0.0))),
+            store.commit(*state),
+        ):
+            with pytest.raises(StoreFault):
+                await refused
+        assert [path.name for path in below.iterdir()] == [temporary_of(state)]
+        mount(disk, place)
+        await store.commit(*new_state(store, other))
+    with opened(place) as store:
+        assert len(store) == 2
+        await use(store, checkpoint)
+
+
+async def test_disk_that_is_mounted_after_the_start_keeps_its_secret(
+    tmp_path: Path, disk: Path
+) -> None:
+    place, below = tmp_path / "place", tmp_path / "below"
+    below.mkdir()
+    with opened(disk) as store:
+        secret = store.secret
+    mount(below, place)
+    with opened(place) as store:
+        mount(disk, place)
+        with pytest.raises(StoreFault, match="restart the proxy"):
+            await store.commit(*new_state(store, run_of(300)))
+    with opened(disk) as store:
+        assert store.secret == secret
 
 
 async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointStore) -> None:
