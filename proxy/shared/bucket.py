@@ -26,7 +26,7 @@ _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
 READ_BYTES = 4 << 20
-_PART_BYTES = 8 << 20
+PART_BYTES = 8 << 20
 _NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
 
 atexit.register(time.sleep, 0.1)
@@ -126,14 +126,14 @@ class Bucket:
         self, name: str, data: Iterable[bytes], size_bytes: int, bytes_per_second: float = inf
     ) -> None:
         """Store an object; *data* of about *size_bytes* is drawn in another thread, as it is sent."""
-        least_seconds, is_small = size_bytes / bytes_per_second, size_bytes <= _PART_BYTES
+        least_seconds, is_small = size_bytes / bytes_per_second, size_bytes <= PART_BYTES
         seconds = least_seconds + 3 * _RETRY_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
         await asyncio.sleep(least_seconds if is_small else 0.0)
         drawn = _drawn(iter(data), bytes_per_second)
         content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
             await self._directory_is_there()
-            put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
+            put = self._obstore.put_async(self._store, name, content, chunk_size=PART_BYTES)
             await _within(seconds, put)
 
     async def delete(self, *names: str) -> None:

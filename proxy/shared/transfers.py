@@ -29,7 +29,7 @@ from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_fo
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, StoreFault, in_words
 from proxy.llama.files import read_state_file
 from proxy.shared import objects
-from proxy.shared.bucket import READ_BYTES, Gone
+from proxy.shared.bucket import PART_BYTES, READ_BYTES, Gone
 from proxy.shared.objects import META, STATE, USED, Opening
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.store.offline import entered_as
@@ -248,7 +248,6 @@ class Uploads:
                     self._uploading = checkpoint.id
                     with self._remote.trying("upload"):
                         await self._upload(checkpoint)
-                    self._pending.discard(checkpoint.id)
                 while self._outdated:
                     await self._remote.delete(self._outdated[0])  # meanwhile others are appended
                     self._outdated.pop(0)
@@ -268,8 +267,10 @@ class Uploads:
         best, most = None, 0.0
         for checkpoint_id in tuple(self._pending):
             checkpoint = self._store.get(checkpoint_id)
-            if checkpoint is None or checkpoint.shared_id or self._store.is_quarantined(checkpoint):
+            if checkpoint is None or checkpoint.shared_id:
                 self._pending.discard(checkpoint_id)
+            elif self._store.is_quarantined(checkpoint):
+                continue  # one that could not be read may be uploaded later
             elif (rates := present.rates_by.get(checkpoint.namespace)) is not None:
                 worth = spared_per_byte(checkpoint, rates, self._remote.link)
                 if not worth or checkpoint.n_tokens < objects.STEP_TOKENS:
@@ -282,27 +283,34 @@ class Uploads:
         limit = self._limits.upload_bytes_per_day
         return not limit or self._uploaded.last_day_bytes(time.time()) + n_bytes <= limit
 
+    def _note_sent(self, n_bytes: int) -> None:
+        self._remote.metrics.shared_bytes.labels("up").inc(n_bytes)
+        claim = Claim(n_bytes, self._remote.present())
+        self._uploaded = self._uploaded.after(n_bytes, claim, time.time())
+
     async def _upload(self, checkpoint: Checkpoint) -> None:
         """Put a state there, then its record; raises CacheFault."""
         remote, namespace = self._remote, checkpoint.namespace
         owner, tokens = remote.owner(namespace), self._store.index.tokens(checkpoint.id)
         if owner is None or tokens is None:
-            return
+            return self._pending.discard(checkpoint.id)
         shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
         folder = remote.folder_of(owner)
         name = objects.name_of(folder, shared_id, STATE)
         try:
             # Its removal meanwhile does no harm: an open file stays.
             with self._store.files.path(checkpoint.file_name).open("rb") as file:
-                sealed = remote.sealing.seal(name, _read(file))
+                sealed, n_unsent = remote.sealing.seal(name, _read(file)), PART_BYTES
                 pace = self._limits.upload_bytes_per_second or inf
-                await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
+                try:
+                    await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
+                    n_unsent = 0
+                finally:  # what broke off has cost its bytes, too, but perhaps for the part under way
+                    self._note_sent(max(0, file.tell() - n_unsent))
         except (OSError, StoreFault) as error:  # the fault is not the bucket's
             remote.log.info("a state cannot be read to be uploaded", why=in_words(error))
+            self._store.note_unreadable(checkpoint)
             return
-        remote.metrics.shared_bytes.labels("up").inc(checkpoint.size_bytes)
-        claim = Claim(checkpoint.size_bytes, remote.present())
-        self._uploaded = self._uploaded.after(checkpoint.size_bytes, claim, time.time())
         await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
         name = objects.name_of(folder, shared_id, META)

@@ -32,6 +32,7 @@ from proxy.shared.bucket import Bucket
 from proxy.shared.objects import Listed, Sealing
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
+from proxy.store.catalogue import UNREAD_SECONDS
 from proxy.store.known_models import namespaces_name, tenants_name
 from proxy.store.offline import read_records
 from proxy.store.store import CheckpointStore
@@ -510,7 +511,7 @@ async def test_upload_that_is_slow_for_a_limit_is_not_taken_for_hung(
     start: Start, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     """Whether it is sent in one piece or in several."""
-    monkeypatch.setattr(shared_bucket, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(shared_bucket, "PART_BYTES", part_bytes)
     monkeypatch.setattr(transfers, "READ_BYTES", 4 << 10)
     async with start("a") as a:
         size_bytes = (await a.save(run_of(3000))).size_bytes
@@ -521,6 +522,27 @@ async def test_upload_that_is_slow_for_a_limit_is_not_taken_for_hung(
         await b.save(run_of(3000, start=10_000))
         assert time.monotonic() - began > 0.9
         assert b.sample("shared_faults_total", operation="upload") == 0
+
+
+async def test_upload_that_breaks_off_again_and_again_is_counted_against_the_limit(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (shared_bucket, transfers):
+        monkeypatch.setattr(module, "PART_BYTES", 4 << 10)
+    monkeypatch.setattr(transfers, "READ_BYTES", 4 << 10)
+    monkeypatch.setattr(shared_remote, "_MOST_BACKOFF_SECONDS", 0.0)
+    tokens = run_of(3000)
+    size_bytes = len(state_file(words(tokens), attention(len(tokens))))
+    limits = SharedLimits(upload_bytes_per_day=2 * size_bytes)
+    async with start("a", S3, limits=limits) as a:
+        link.harm(Fault.CUT_UPLOAD)
+        await a.commit(tokens)
+        await until(lambda: a.sample("shared_bytes_total", direction="up") > size_bytes)
+        n_faults = a.sample("shared_faults_total", operation="upload")
+        await until(lambda: not a.tier.uploads._is_busy)
+        a.tier.uploads._wake.set()
+        await until(lambda: not a.tier.uploads._wake.is_set() and not a.tier.uploads._is_busy)
+        assert a.sample("shared_faults_total", operation="upload") == n_faults
 
 
 async def test_stop_does_not_wait_for_what_a_limit_holds_back(start: Start) -> None:
@@ -755,13 +777,14 @@ async def test_marker_that_cannot_be_written_is_no_failing_upload(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
 @pytest.mark.parametrize("part_bytes", [8 << 20, 1 << 10], ids=["whole", "in parts"])
-async def test_state_that_cannot_be_read_holds_up_no_other_upload(
+async def test_state_that_cannot_be_read_holds_up_no_other_upload_and_goes_up_once_it_can(
     start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr(shared_bucket, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(shared_bucket, "PART_BYTES", part_bytes)
     async with start("a", S3) as a:
         link.harm(Fault.DOWN)
         unreadable = a.store.files.path((await a.commit(run_of(9000))).file_name)
+        content = unreadable.read_bytes()
         unreadable.unlink()
         unreadable.symlink_to("/proc/self/mem")
         await a.commit(branch(2000, 3000))
@@ -769,6 +792,11 @@ async def test_state_that_cannot_be_read_holds_up_no_other_upload(
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         await a.tier.uploads.drain(SECOND)
         assert not a.degradations.kinds
+        unreadable.unlink()
+        unreadable.write_bytes(content)
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + UNREAD_SECONDS)
+        await a.commit(branch(1500, 2000, mark=2_000_000))
+        await until(lambda: a.sample("shared_states_total", direction="up") == 3)
 
 
 async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_path: Path) -> None:
