@@ -119,8 +119,8 @@ class Metrics:
     disk_free_bytes = _gauge()
     """Free space where the checkpoints lie; NaN if it cannot be read."""
     restores = _counter(result=("done", "missing", "refused", "ended"))
-    """Checkpoint restores by result; missing: the file was gone or damaged; ended: llama-server
-    went away meanwhile.
+    """Checkpoint restores by result; missing: the file was gone, damaged or not read in time; ended:
+    llama-server went away meanwhile.
     """
     restored_bytes = _counter()
     """Size of the checkpoints restored."""

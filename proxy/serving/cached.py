@@ -165,12 +165,12 @@ class CachedRequest:
         return plan
 
     def _plan_again(self) -> None:
-        """Plan the request anew in its slot, because the checkpoint to restore is gone."""
+        """Plan the request anew in its slot, because the checkpoint to restore is gone, and missed."""
         plan = planning.plan_in(self._process, self._prompt, self._plan.slot_id)
         plan = planning.as_wished(self._process, self._request, self._prompt, plan)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
-        self._account.move(plan)
+        self._account.move(replace(plan, n_shared=self._plan.n_shared))
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
         _, wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
@@ -241,15 +241,15 @@ class CachedRequest:
         return True
 
     async def _verify(self) -> None:
-        """Verify the checkpoint to restore; if its file is damaged, make another plan in the same slot."""
-        began = time.monotonic()
-        while restored := self._plan.start.restored:
+        """Verify the checkpoint to restore; if its file is no use, make another plan in the same slot."""
+        process, began = self._process, time.monotonic()
+        while self._plan.start.restored:
             try:
-                await self._process.store.verify(restored.checkpoint)
+                await planning.verify(process, self._plan.start)
                 break
             except errors.StoreFault as fault:
-                self._process.faults.record("verify", fault)
-                self._process.metrics.restores.labels("missing").inc()
+                process.faults.record("verify", fault)
+                process.metrics.restores.labels("missing").inc()
                 self._plan_again()
                 self._account.failure = Cause.RESTORE_REFUSED
         self._account.restore_seconds = time.monotonic() - began

@@ -18,6 +18,9 @@ from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 
+LEAST_READ_SECONDS = 5
+"""A state may take so long to be read, however soon its tokens would be evaluated."""
+
 
 def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], int]:
     """Return the usable checkpoints, and the longest prefix shared with any checkpoint."""
@@ -97,6 +100,17 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
     plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
     assert plan is not None  # its slot counts as free, and no state is expected
     return plan
+
+
+async def verify(process: Process, start: Start) -> None:
+    """Verify the checkpoint that is to be restored; raises StoreFault if it cannot be.
+
+    A disk that fails may take for ever: it gets the time in which llama-server would evaluate the tokens.
+    """
+    if start.restored:
+        seconds = round(process.rates.evaluation_seconds(0, start.n_reused))
+        limit = max(LEAST_READ_SECONDS, seconds)
+        await process.store.verify(start.restored.checkpoint, most_seconds=limit)
 
 
 def plan_to_extend(process: Process, content: Known) -> Plan | None:

@@ -145,16 +145,29 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
             self.note_restored(checkpoint)
 
-    async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
+    async def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        bytes_per_second: float = 0.0,
+        most_seconds: float | None = None,
+    ) -> None:
         """Verify the file of a checkpoint, unless it was verified and has not changed since.
 
         With *bytes_per_second* the file is always read, and no faster. Raises StoreFault if the file cannot
-        be read, or if it is not what was saved; then the checkpoint and all that may stem from it go.
+        be read in *most_seconds*, or if it is not what was saved; then the checkpoint and all that may stem
+        from it go.
         """
         if bytes_per_second:
             await self._verify(checkpoint, bytes_per_second)
         elif verifying := self.verify_soon(checkpoint):
-            await asyncio.shield(verifying)
+            try:
+                async with asyncio.timeout(most_seconds):
+                    await asyncio.shield(verifying)
+            except TimeoutError as error:  # used again as soon as it has been read
+                self.note_unreadable(checkpoint)
+                told = f"{checkpoint.file_name} was not read in {most_seconds} s"
+                raise StoreFault(told) from error
 
     def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None] | None":
         """Begin to verify a checkpoint that will likely be restored; None if it is verified already."""

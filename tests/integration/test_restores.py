@@ -1,5 +1,6 @@
 """Restores that go wrong: the request is evaluated from what is left, the checkpoint is judged fairly."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,16 @@ import pytest
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Empty
+from proxy.explain.causes import Cause
 from proxy.llama import client as llama_server
 from proxy.servers import background
+from proxy.serving import planning
+from proxy.store.files import StateFiles
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, hang_up, question, text
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 FULL_PROMPT = 309
 
@@ -207,6 +211,46 @@ async def test_checkpoint_whose_content_was_changed_is_not_restored_and_the_next
         assert rig.sample("restores_total", result="missing") == 1
         assert rig.sample("damaged_checkpoints_total") == 1
         assert await rig.reasons() == []
+
+
+async def test_tokens_of_a_state_that_was_damaged_while_the_proxy_was_away_are_missed(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        await rig.stop_proxy()
+        for path in rig.server.directory.glob("lpc-*.state"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        await rig.start_proxy()
+        await rig.chat("a")
+        (record,) = rig.running.shared.journal.latest(1)
+        assert record.cause is Cause.RESTORE_REFUSED and record.n_missed >= FULL_PROMPT - 5
+
+
+async def test_state_that_the_disk_does_not_bring_in_time_is_used_once_it_has_come(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+    async with start_rig(n_slots=1, idle_save_seconds=HANG_SECONDS) as rig:
+        await save_a(rig)
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        back, read = threading.Event(), StateFiles.n_changed
+
+        def read_late(*given: Any, **how: Any) -> int:
+            back.wait(HANG_SECONDS)
+            return read(*given, **how)
+
+        monkeypatch.setattr(StateFiles, "n_changed", read_late)
+        try:
+            assert (await rig.chat("a")).n_reused < 5
+        finally:
+            back.set()
+        store = rig.running.store
+        assert store is not None
+        await until(lambda: not store._verifying)
+        await rig.chat("c")
+        assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
 
 
 async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: StartRig) -> None:
