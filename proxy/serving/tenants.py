@@ -4,6 +4,7 @@ Tenants share no states. A tenant is named by the API key that llama-server woul
 a request; where llama-server checks no key, the key does not count.
 """
 
+import asyncio
 from collections.abc import Mapping
 from functools import partial
 
@@ -67,16 +68,25 @@ async def note_tenant(process: Process, request: Request) -> None:
     if is_new:
         process.tenants.add(tenant)
         warn_of_several(process)
+    is_new_there = process.tier and tenant and tenant not in process.tier.remote.tenants
+    if is_new or is_new_there:
+        remembering = process.tasks.start(_remember(process, request, is_new=is_new))
+        if process.tier:  # else nothing needs the name before a state is committed, behind it
+            await asyncio.shield(remembering)
+
+
+async def _remember(process: Process, request: Request, *, is_new: bool) -> None:
+    tenant, tier = process.tenant_here(request.tenant), process.tier
     with process.faults.suppressed("remember", StoreFault):
         if is_new and process.can_cache:
             named = process.store.index, process.model_namespace, process.tenants
             # On the writer's thread: another llama-server may note one at the same time.
             await process.store.write(partial(introduce_tenants, *named))
-        if process.tier and tenant and tenant not in process.tier.remote.tenants:
+        if tier and tenant and tenant not in tier.remote.tenants:
             if tenant_of(request.keys, process.secret, request.salt) == request.tenant:
                 # What the tenant is called on all machines with the same key file.
-                name = tenant_of(request.keys, process.tier.remote.secret, request.salt)
-                await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
+                name = tenant_of(request.keys, tier.remote.secret, request.salt)
+                await tier.remote.note_tenant(tenant, process.tenant_here(name))
 
 
 def warn_of_several(process: Process) -> None:

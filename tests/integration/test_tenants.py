@@ -9,6 +9,7 @@ import pytest
 from proxy.core.model import SlotId
 from proxy.core.slots import Unknown
 from proxy.errors import StoreFault
+from proxy.store.known_models import known_tenants
 from tests.fakes.faults import Faults, Gate
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
@@ -23,7 +24,8 @@ from tests.integration.rig import (
     question,
     with_image,
 )
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
+from tests.store.test_store import hold_writer
 
 Tenants = dict[str, Any]
 
@@ -43,6 +45,22 @@ async def test_slot_of_another_tenant_is_erased_first(
         assert (await rig.chat("a", key="bob")).n_reused == 0
         assert len(rig.server.seen_at("erase")) == n_erased + 1
         assert last_sent(rig)["cache_prompt"] is True
+
+
+@TENANTS
+async def test_first_request_of_a_tenant_waits_for_no_file_that_is_written(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=HANG_SECONDS, **tenants) as rig:
+        store = rig.running.store
+        assert store is not None
+        go_on = hold_writer(store)
+        try:
+            await rig.chat("a", key="alice")
+        finally:
+            go_on.set()
+        process = await rig.attached()
+        await until(lambda: process.tenants <= known_tenants(store.index, process.model_namespace))
 
 
 @TENANTS

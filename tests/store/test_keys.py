@@ -21,6 +21,8 @@ from proxy.store.directory import SECRET_NAME
 from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, tenants_name
 from proxy.store.offline import export_checkpoints, import_checkpoints, open_offline, read_records
 from proxy.store.store import CheckpointStore
+from proxy.tasks import Tasks
+from tests.lab.waiting import HANG_SECONDS
 from tests.store.conftest import new_state, opened, run_of
 from tests.store.test_store import hold_writer
 from tests.unit.state_files import attention, state_file, words
@@ -117,6 +119,7 @@ async def test_models_and_tenants_that_are_met_at_the_same_time_are_all_known(
 ) -> None:
     canaries = [[(5, -0.5)], [(6, -0.5)], [(6, -0.505)]]
     process: Any = SimpleNamespace(store=store)
+    tasks = Tasks()
     asyncio.get_running_loop().call_later(0.02, hold_writer(store).set)
     first, *others = await asyncio.gather(
         *(attach._namespace(process, "static", canary, "coder") for canary in canaries)
@@ -136,10 +139,12 @@ async def test_models_and_tenants_that_are_met_at_the_same_time_are_all_known(
             store=store,
             faults=Faults(Metrics()),
             tenant_here=lambda tenant: tenant,
+            tasks=tasks,
         )
         request: Any = SimpleNamespace(tenant=tenant)
         return note_tenant(here, request)
 
     asyncio.get_running_loop().call_later(0.02, hold_writer(store).set)
     await asyncio.gather(meet(b"ann"), meet(b"bob"))
+    await tasks.drain(HANG_SECONDS)
     assert known_tenants(store.index, MODEL) == {b"ann", b"bob"}
