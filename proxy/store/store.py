@@ -6,7 +6,7 @@ its bytes, and room is made for them.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -29,6 +29,8 @@ T = TypeVar("T")
 _READ_ONLY = "the directory is read-only"
 N_NEWEST = 100
 """Of so many checkpoints the kernel is asked whether their files are in the page cache."""
+_N_DISCARDED = 8
+"""So many temporary files are deleted again: llama-server may write one that nobody waits for any more."""
 
 
 class CheckpointStore(Catalogue):
@@ -46,6 +48,7 @@ class CheckpointStore(Catalogue):
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
+        self._discarded: deque[str] = deque(maxlen=_N_DISCARDED)
         self._directory = StoreDirectory(directory)
         self.files, self.secret = self._directory.files, self._directory.secret
         try:
@@ -315,10 +318,17 @@ class CheckpointStore(Catalogue):
         return Newer([*self._changed.values()], scores, {WRITTEN: self.writes.written})
 
     async def discard(self, temporary_name: str) -> None:
-        """Delete a temporary file that did not become a checkpoint."""
+        """Delete a temporary file that did not become a checkpoint, and what came too late for others."""
         self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
         self.writes.release(temporary_name)
-        await self.write(partial(self.files.remove, temporary_name))
+        self._discarded.append(temporary_name)
+        names = tuple(self._discarded)
+
+        def remove_all() -> None:
+            for name in names:
+                self.files.remove(name)
+
+        await self.write(remove_all)
 
     # Removing checkpoints.
 
