@@ -36,6 +36,8 @@ _ENTERED_AT_ONCE = 100
 """How many entries are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
+_LEAST_FREE_BYTES = 1 << 20
+"""With less, a change of the index may fail for want of room."""
 MOST_RECORD_BYTES = 4 << 20
 """No record is longer: it has some 25 bytes for each 16 MiB of its state."""
 
@@ -257,7 +259,15 @@ class StoreDirectory:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""
         tokens = self.index.tokens(checkpoint.id)
         hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
-        self.index.delete(checkpoint.id, hashes)
+        try:
+            self.index.delete(checkpoint.id, hashes)
+        except StoreFault:
+            if self.files.free_bytes() > _LEAST_FREE_BYTES:
+                raise
+            # On a full disk the index cannot write even that it has less. Its entry is found to be broken
+            # if this ends here.
+            self.files.remove(checkpoint.file_name)
+            self.index.delete(checkpoint.id, hashes)
         self.files.remove(checkpoint.file_name)
         return tokens
 

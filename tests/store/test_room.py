@@ -254,6 +254,26 @@ async def test_free_space_is_left_before_anything_is_written(
             await store.discard(reserved)
 
 
+async def test_full_disk_on_which_the_index_cannot_be_changed_gets_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = Index.delete
+
+    def delete_if_there_is_room(index: Index, *given: Any) -> None:
+        if not store.files.free_bytes():
+            raise StoreFault("index: mdb_txn_commit: No space left on device")
+        delete(index, *given)
+
+    monkeypatch.setattr(StateFiles, "reserve_bytes", lambda _: 0)
+    monkeypatch.setattr(Index, "delete", delete_if_there_is_room)
+    with opened(tmp_path, 100 * SIZE) as store:
+        for mark in range(3):
+            await save(store, mark)
+        give_free(monkeypatch, tmp_path, 3 * SIZE)
+        await store.discard(await store.reserve(claim()))
+        assert len(store) == 2 and bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
+
+
 async def test_a_passing_file_may_use_the_space_that_is_to_stay_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
