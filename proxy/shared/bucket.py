@@ -50,36 +50,26 @@ class Bucket:
         except ImportError as error:
             raise SettingsError(_NEEDED) from error
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
-        self._directory: Path | None = None
-        self._look: asyncio.Future[bool] | None = None
+        self._look: asyncio.Future[None] | None = None
         scheme, _, rest = url.partition("://")
+        self._directory = Path(rest).absolute() if scheme == "file" else None
+        if self._directory:
+            self._store: Any = None
+            return
         options: dict[str, Any] = {}
         if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
             options = {"config": {"disable_bulk_delete": True}}
-        if scheme != "file":
-            is_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-            options |= {
-                "client_options": {
-                    "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
-                    "read_timeout": timedelta(seconds=_SILENT_SECONDS),
-                    "timeout": timedelta(days=1),  # of a whole transfer
-                    "allow_http": is_http,
-                },
-                "retry_config": {
-                    "max_retries": 2,
-                    "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
-                },
-            }
+        is_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        options |= {
+            "client_options": {
+                "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
+                "read_timeout": timedelta(seconds=_SILENT_SECONDS),
+                "timeout": timedelta(days=1),  # of a whole transfer
+                "allow_http": is_http,
+            },
+            "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+        }
         try:
-            if scheme == "file":  # what is made here is its owner's alone
-                self._directory = directory = Path(rest).absolute()
-                url = f"file://{directory}"
-                directory.mkdir(mode=0o700, exist_ok=True)
-                # What is written when its process is killed stays under such a name, and is not listed.
-                for half in directory.glob(f"{objects.VERSION}/*/*#*"):
-                    with suppress(OSError):
-                        if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
-                            half.unlink()
             self._store = from_url(url, **options)
         except self._faults as error:
             raise SettingsError(f"shared_store: {_told(error)}") from error
@@ -87,10 +77,8 @@ class Bucket:
     async def list(self, folder: str, after: str | None = None) -> AsyncIterator[list[Listed]]:
         """Yield the objects below *folder* whose names sort behind *after*, some hundred at a time."""
         with self._translated():
-            await self._directory_is_there()
-            stream = self._obstore.list(
-                self._store, folder, offset=after, chunk_size=_LISTED_AT_ONCE
-            )
+            store = await self._opened()
+            stream = self._obstore.list(store, folder, offset=after, chunk_size=_LISTED_AT_ONCE)
             while (batch := await self._next(_whole_page(stream))) is not None:
                 found = (
                     listed(each["path"], each["size"], each["last_modified"].timestamp())
@@ -101,7 +89,8 @@ class Bucket:
     async def read(self, name: str) -> bytes:
         """Return a small object; raises Gone if it is not there."""
         with self._translated():
-            reply = await _within(_SILENT_SECONDS, self._obstore.get_async(self._store, name))
+            getting = self._obstore.get_async(await self._opened(), name)
+            reply = await _within(_SILENT_SECONDS, getting)
             return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
 
     async def stream(
@@ -115,8 +104,8 @@ class Bucket:
         *stall_seconds*.
         """
         with self._translated():
-            await _within(first_seconds, self._directory_is_there())  # else all would be gone
-            reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
+            store = await _within(first_seconds, self._opened())
+            reply = await _within(first_seconds, self._obstore.get_async(store, name))
             yield b""
             stream = reply.stream(min_chunk_size=least_bytes)
             while (chunk := await self._next(anext(stream), stall_seconds)) is not None:
@@ -132,26 +121,41 @@ class Bucket:
         drawn = _drawn(iter(data), bytes_per_second)
         content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
-            await self._directory_is_there()
-            put = self._obstore.put_async(self._store, name, content, chunk_size=PART_BYTES)
+            store = await self._opened()
+            put = self._obstore.put_async(store, name, content, chunk_size=PART_BYTES)
             await _within(seconds, put)
 
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
         for name in names:
             with suppress(Gone), self._translated():
-                await _within(_SILENT_SECONDS, self._obstore.delete_async(self._store, name))
+                deleting = self._obstore.delete_async(await self._opened(), name)
+                await _within(_SILENT_SECONDS, deleting)
 
-    async def _directory_is_there(self) -> None:
-        """Raise SharedStoreFault if the directory is gone (unmounted): obstore would make it anew.
+    async def _opened(self) -> Any:
+        """Return the store; raises SharedStoreFault if its directory is not there, as before it is mounted.
 
         A look that hangs keeps its thread, so there is one at a time.
         """
-        if directory := self._directory:
+        if self._directory:
             if self._look is None or self._look.done():
-                self._look = asyncio.ensure_future(asyncio.to_thread(directory.is_dir))
-            if not await _within(_SILENT_SECONDS, asyncio.shield(self._look)):
-                raise SharedStoreFault(f"{directory}: no such directory")
+                looking = asyncio.to_thread(self._look_at, self._directory)
+                self._look = asyncio.ensure_future(looking)
+            await _within(_SILENT_SECONDS, asyncio.shield(self._look))
+        return self._store
+
+    def _look_at(self, directory: Path) -> None:
+        if not directory.is_dir():  # obstore would make it anew, on the disk below
+            raise SharedStoreFault(
+                f"{directory}: no such directory: mount it, or make it (mkdir -m 700)"
+            )
+        if self._store is None:
+            self._store = self._obstore.store.from_url(f"file://{directory}")
+            # What is written when its process is killed stays under such a name, and is not listed.
+            for half in directory.glob(f"{objects.VERSION}/*/*#*"):
+                with suppress(OSError):
+                    if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
+                        half.unlink()
 
     async def _next(self, coming: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what *coming* brings, None at the end; `anext` with a default cannot wait for obstore."""

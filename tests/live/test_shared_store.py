@@ -73,7 +73,8 @@ def start_machines(tmp_path: Path) -> StartMachines:
     @asynccontextmanager
     async def start(kind: str, *, n_machines: int = 2, **settings: Any) -> AsyncIterator[Machines]:
         model, rigs = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER), list[Rig]()
-        settings = {"shared_store": f"file://{tmp_path / 'shared'}"} | settings
+        (shared := tmp_path / "shared").mkdir()
+        settings = {"shared_store": f"file://{shared}"} | settings
         async with AsyncExitStack() as opened:
             for number in range(n_machines):
                 directory = tmp_path / f"slots{number}"

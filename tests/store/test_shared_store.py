@@ -107,6 +107,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
     """Return a function that opens a directory, which knows a model, with the shared store of the test."""
+    (tmp_path / "shared").mkdir()
 
     @asynccontextmanager
     async def start(
@@ -292,7 +293,7 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
         for path in halves:
             path.write_bytes(b"half an upload")
         os.utime(halves[0], (long_ago, long_ago))
-        Bucket(f"file://{tmp_path / 'shared'}")
+        assert [page async for page in Bucket(f"file://{tmp_path / 'shared'}").list("")]
         assert [path.exists() for path in halves] == [False, True]
 
 
@@ -812,6 +813,20 @@ async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_pa
         away.rename(shared)
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         assert await b.find(tokens)
+
+
+async def test_directory_that_is_mounted_after_the_start_is_used_from_then_on(
+    start: Start, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.rmdir()
+    async with start("a") as a:
+        await a.commit(run_of(3000))
+        await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
+        assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        shared.mkdir()
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: not a.degradations.kinds)
 
 
 async def test_state_in_a_directory_that_is_unmounted_is_not_gone(

@@ -41,7 +41,7 @@ async def measure_known(network: Network, leftovers: ExitStack, wanted: Wanted) 
             *("new prompt: an empty bucket", "meanwhile", "all known"),
         ),
     )
-    folder = new_folder(leftovers) / "shared"  # rclone takes minutes to list so many
+    folder = new_folder(leftovers)  # rclone takes minutes to list so many
     async with Hosts(network, leftovers, "hybrid", bucket=folder) as hosts:
         old, fresh = hosts.all
         await asyncio.to_thread(fresh.proxy.stop)
