@@ -87,11 +87,14 @@ class Bucket:
                 yield [each for each in found if each is not None]
 
     async def read(self, name: str) -> bytes:
-        """Return a small object; raises Gone if it is not there."""
+        """Return a small object; raises Gone if it is not there, StateDamaged if it may not be read."""
         with self._translated():
-            getting = self._obstore.get_async(await self._opened(), name)
-            reply = await _within(_SILENT_SECONDS, getting)
-            return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
+            try:
+                getting = self._obstore.get_async(await self._opened(), name)
+                reply = await _within(_SILENT_SECONDS, getting)
+                return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
+            except self._obstore.exceptions.PermissionDeniedError as error:
+                raise StateDamaged(_told(error)) from error
 
     async def stream(
         self, name: str, least_bytes: int, first_seconds: float, stall_seconds: float

@@ -354,6 +354,15 @@ async def test_fault_that_nobody_foresaw_does_not_end_the_listing(
         await until(lambda: bool(list(a.tier.remote.find(OURS, tokens))))
 
 
+async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: FaultyLink) -> None:
+    async with start("a", S3) as a, start("b", S3) as b:
+        refused = await a.save(run_of(3000))
+        await a.save(run_of(3000, start=10_000))
+        link.harm(Fault.SKEWED, only=f"{refused.shared_id}.meta")
+        assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
+        assert not b.degradations.kinds
+
+
 async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None:
     async with start("a") as a, start("b", canary=OTHER_CANARY) as b:
         await a.save(run_of(3000))
