@@ -294,7 +294,7 @@ def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Pr
     n_more_turns = max(0, (checkpoint.n_messages - 1) // 2)
     seconds = 0.0
     for part in lost:
-        pause_seconds = max(0.0, present.now - part.asked_at)
+        pause_seconds = abs(present.now - part.asked_at)  # the clock may have been ahead then
         in_swing = n_more_turns / (1 + pause_seconds / SWING_SECONDS)
         likelihood = (1 + in_swing) / (1 + pause_seconds / PAUSE_SECONDS)
         seconds += likelihood * rates.evaluation_seconds(part.begin, part.end)
@@ -306,7 +306,7 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
     is_live_header = present.serves(checkpoint) and any(
         part.leads_to is CheckpointKind.HEADER
         and part.end - part.begin >= MIN_PROTECTED_TOKENS
-        and present.now - part.asked_at <= LIVE_SECONDS
+        and abs(present.now - part.asked_at) <= LIVE_SECONDS
         for part in lost
     )
     return Rank.LIVE_HEADER if is_live_header else Rank.ORDINARY
@@ -375,4 +375,5 @@ def choose_victims(
         n_bytes_to_free -= victim.size_bytes
         gone.add(victim.id)
     kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
-    return victims, {c.id: score_of(c, [p.asked_at for p in lost_with(c)]) for c in kept}
+    scores = {c.id: score_of(c, [part.asked_at for part in lost_with(c)]) for c in kept}
+    return victims, {i: min(score, present.now) for i, score in scores.items()}

@@ -164,6 +164,7 @@ class Catalogue:
         self._quarantined: set[CheckpointId] = set()
         self._unread_until: dict[CheckpointId, float] = {}
         """When checkpoints whose files could not be read are used again."""
+        now = time.time()
         for checkpoint_id, summary in index.summaries():
             self._n += 1
             self.size_bytes += summary.size_bytes
@@ -171,6 +172,10 @@ class Catalogue:
                 self.pinned_bytes += summary.size_bytes
             if not summary.score:
                 self._quarantined.add(checkpoint_id)
+            if (
+                now < summary.score < inf
+            ):  # the clock was ahead: it would be compared with none for long
+                self._scores[checkpoint_id] = now
         # A restore from the page cache is several times faster than one from the disk. The kernel is asked
         # at the start; then the files last used count as cached, up to half of the memory available.
         self._warm: LRUCache[CheckpointId, int] = LRUCache(page_cache_bytes(), getsizeof=int)

@@ -359,6 +359,18 @@ async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None
         assert store.pinned_bytes == made[4].size_bytes
 
 
+async def test_score_that_a_clock_ahead_has_given_is_taken_back(tmp_path: Path) -> None:
+    ahead = time.time() + 10 * 365 * 86400
+    with opened(tmp_path, 1 << 30) as store:
+        first = await store.commit(*new_state(store, run_of(300), last_used_at=ahead))
+    with opened(tmp_path, 1 << 30) as store:
+        others = [await save(store, mark) for mark in (1, 2)]
+        assert [c.id for c in store.newest(3)] == [others[1].id, others[0].id, first.id]
+        assert store.victims(1, Present(time.time())) == [first]
+        assert store.victims(1, Present(ahead)) != [first]
+        assert max(summary.score for _, summary in store.index.summaries()) < time.time()
+
+
 async def test_victims_are_chosen_without_reading_the_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

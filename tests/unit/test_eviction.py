@@ -126,6 +126,13 @@ def test_value_falls_with_the_pause_since_a_request_came_that_way() -> None:
     assert shelf.value(stored, Present(NOW + PAUSE_SECONDS)) == 1280
 
 
+def test_value_of_a_state_that_a_clock_ahead_has_dated_is_that_of_one_as_long_ago() -> None:
+    shelf = Shelf()
+    ahead = shelf.put(run_of(1000), last_used_at=NOW + 10 * PAUSE_SECONDS)
+    before = shelf.put(token_ids(range(5000, 6000)), last_used_at=NOW - 10 * PAUSE_SECONDS)
+    assert shelf.value(ahead) == shelf.value(before)
+
+
 def test_value_of_another_models_state_is_a_share() -> None:
     shelf = Shelf()
     ours = shelf.put(run_of(1280))
