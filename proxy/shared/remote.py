@@ -215,6 +215,8 @@ def _opened(path: Path) -> Index:
     """Return the index of the shared store; a damaged one is begun anew, for all of it is there."""
     try:
         return Index(path)
-    except IndexDamaged:
+    except IndexDamaged as damage:
+        says = f"the index of the shared store is begun anew ({damage.flaw}): all there is listed again"
+        get_logger("shared").warning("index made anew", says=says)
         shutil.rmtree(path)
         return Index(path)

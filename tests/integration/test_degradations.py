@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,24 @@ async def test_time_to_first_token_is_measured_of_streams_only(start_rig: StartR
         body = {"messages": question("b"), "stream": True}
         assert (await rig.post(CHAT, body)).status == 200
         await until(lambda: rig.sample("first_token_seconds_count", outcome="miss") == 1)
+
+
+async def test_index_that_is_gone_or_damaged_and_made_anew_is_told_of(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    async with start_rig(n_slots=1, shared_store=f"url = file://{shared}") as rig:
+        await rig.chat("a")
+        await rig.settled()
+        await rig.stop_proxy()
+        shutil.rmtree(tmp_path / "slots" / "index")
+        (tmp_path / "slots" / "shared-index" / "data.mdb").write_bytes(b"nonsense" * 4096)
+        with capture_logs() as logs:
+            await rig.start_proxy()
+        told = [line["says"] for line in logs if line["event"] == "index made anew"]
+        assert ["1 entered again" in says for says in told] == [True, False]
+        assert "shared store" in told[1]
 
 
 async def test_shared_store_without_an_index_is_told_and_keeps_nobody_from_caching(
