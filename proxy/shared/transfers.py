@@ -311,11 +311,14 @@ class Uploads:
             remote.log.info("a state cannot be read to be uploaded", why=in_words(error))
             self._store.note_unreadable(checkpoint)
             return
-        await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
         name = objects.name_of(folder, shared_id, META)
         record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))
         await remote.bucket.write(name, [record], len(record))
+        self._pending.discard(
+            checkpoint.id
+        )  # it is there, though a full disk may take no note of that
+        await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         entry = objects.entry_of(meta, shared_id, namespace)
         await remote.enter(entry)
         remote.metrics.shared_states.labels("up").inc()

@@ -21,7 +21,7 @@ from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, 
 from proxy.core.rates import POSITIONS, Rates, UnitCost
 from proxy.core.sharing import ENTERING, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import SharedStoreFault
+from proxy.errors import SharedStoreFault, StoreFault
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
 from proxy.shared import bucket as shared_bucket
@@ -553,6 +553,25 @@ async def test_upload_that_breaks_off_again_and_again_is_counted_against_the_lim
         a.tier.uploads._wake.set()
         await until(lambda: not a.tier.uploads._wake.is_set() and not a.tier.uploads._is_busy)
         assert a.sample("shared_faults_total", operation="upload") == n_faults
+
+
+@pytest.mark.parametrize("write", ["put", "put_value"])
+async def test_state_is_uploaded_once_though_the_disk_takes_no_note_of_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFault("no space left on device")
+
+    async with start("a") as a, start("b") as b:
+        monkeypatch.setattr(a.tier.remote.index, write, fail)
+        await a.commit(run_of(3000))
+        await a.tier.uploads.drain(SECOND)
+        a.tier.uploads._wake.set()
+        await until(lambda: not a.tier.uploads._wake.is_set())
+        await a.tier.uploads.drain(SECOND)
+        assert len(objects_in(tmp_path / "shared")) == 2
+        assert await b.find(run_of(3000))
+        monkeypatch.undo()
 
 
 async def test_stop_does_not_wait_for_what_a_limit_holds_back(start: Start) -> None:
