@@ -198,7 +198,10 @@ class Saver:
                 mine = wanted & own.keys()
                 n_more = len(mine) + len(grafted) - len(own)
                 most_bytes = saved.state.size_bytes + n_more * max(own.values())
-                await store.settle(saved.file_name, max(saved.state.size_bytes, most_bytes))
+                try:
+                    await store.settle(saved.file_name, max(saved.state.size_bytes, most_bytes))
+                except errors.NoRoom:  # the state is worth more than what it would take over
+                    grafted.clear()
                 saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
         except errors.StateFileMalformed as fault:
             process.faults.record("thin", fault)

@@ -251,15 +251,19 @@ class CheckpointStore(Catalogue):
         self._directory.require_disk()
         name = self.files.new_temporary_name()
         self.writes.reserve(name, claim)
-        await self._make_room(name, claim)
+        try:
+            await self._make_room(claim)
+        except BaseException:
+            self.writes.release(name)
+            raise
         return name
 
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
         """Count a reserved file at its real size; raises NoRoom if that is too large."""
         self.writes.note_written(temporary_name, n_bytes)
-        await self._make_room(temporary_name, self.writes.settle(temporary_name, n_bytes))
+        await self._make_room(self.writes.settle(temporary_name, n_bytes))
 
-    async def _make_room(self, name: str, claim: Claim) -> None:
+    async def _make_room(self, claim: Claim) -> None:
         try:
             free_bytes = self.files.free_bytes() + self.going_bytes
             reserve_bytes = 0 if claim.is_passing else self.files.reserve_bytes()
@@ -275,11 +279,8 @@ class CheckpointStore(Catalogue):
                     f" disk has {free_bytes:,} free",
                 )
             await self._remove(victims, limit)
-        except BaseException as error:
-            self.writes.release(name)
-            if isinstance(error, OSError):
-                raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
-            raise
+        except OSError as error:
+            raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
 
     async def commit(
         self, checkpoint: Checkpoint, tokens: TokenIds, checked: FileStamp | None = None

@@ -21,7 +21,7 @@ from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.integration.rig import CHAT, COMPLETION, Rig, question, text
 from tests.lab.waiting import HANG_SECONDS, until
 
 FIRST = SlotId(0)
@@ -327,6 +327,32 @@ async def test_stop_waits_for_a_commit_beside_requests(
         await rig.start_proxy()
         assert len(rig.checkpoints) == 2
         assert (await rig.chat("a")).n_reused > 300
+
+
+async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_no_room_for(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, more = CheckpointStore.settle, list[int]()
+
+    async def settle_if_no_larger(store: CheckpointStore, name: str, n_bytes: int) -> None:
+        if n_bytes > store.files.size_bytes(name):
+            more.append(n_bytes)
+            n_bytes = store.writes.max_bytes + 1
+        await settle(store, name, n_bytes)
+
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        asked = [*question("a"), {"role": "user", "content": text("b", 1500)}]
+        await rig.chat(asked)
+        await process.saves.begin(FIRST)
+        await until(lambda: not process.saves.under_way)
+        (before,) = rig.checkpoints
+        monkeypatch.setattr(CheckpointStore, "settle", settle_if_no_larger)
+        await rig.chat([*asked, *question("c", 1500)])
+        rig.server.slots[0].points = rig.server.slots[0].points[-1:]
+        await process.saves.begin(FIRST)
+        await until(lambda: not process.saves.under_way)
+        assert more and max(rig.checkpoints) > before
 
 
 async def test_slot_that_went_on_learns_the_restore_points_of_its_file(
