@@ -14,7 +14,7 @@ from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
 from proxy.core.slots import Known, Slot, SlotPhase, n_busy, not_to_save, shared_tokens
-from proxy.errors import ServerAway, StoreFault, TooManyRequests, UpstreamUnreachable
+from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in
 from proxy.serving.process import RATES, SIZES, Process
@@ -197,7 +197,8 @@ async def verify_stored(shared: Services) -> None:
             try:
                 await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
             except Exception as fault:
-                shared.faults.record("verify", fault)
+                if isinstance(fault, StateDamaged) or shared.store.get(checkpoint_id):
+                    shared.faults.record("verify", fault)  # else it was evicted meanwhile
         await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, VERIFY_SECONDS))
 
 

@@ -32,8 +32,11 @@ from proxy.core.tokens import (
     token_ids,
 )
 from proxy.errors import StateDamaged, StoreFault, StoreLocked
+from proxy.health import Faults
 from proxy.llama.connection import EventLoop
+from proxy.metrics import Metrics
 from proxy.servers import background
+from proxy.store import files
 from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
@@ -582,6 +585,31 @@ async def test_background_verifies_each_state_once_though_nothing_is_committed_m
     verifying.cancel()
     assert looks[-1], "the index does not know it yet"
     assert sorted(verified) == sorted(checkpoint.id for checkpoint in committed)
+
+
+async def test_eviction_of_a_state_that_is_being_verified_is_no_fault(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_VERIFY_LOOK_SECONDS", 0.0)
+    pause, passed = asyncio.Event(), asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        passed.set()
+        await pause.wait()
+
+    faults = Faults(Metrics())
+    monkeypatch.setattr(faults, "record", lambda _, fault: pytest.fail(str(fault)))
+    checkpoint = await store.commit(*new_state(store, run_of(100), verified_at=0.0))
+    monkeypatch.setattr(files, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    shared: Any = SimpleNamespace(opened_store=store, store=store, faults=faults)
+    verifying = asyncio.ensure_future(background.verify_stored(shared))
+    await passed.wait()
+    await store.remove(checkpoint, Removal.BUDGET)
+    pause.set()
+    await until(lambda: verifying.done() or checkpoint.id in store._unread_until)
+    await asyncio.sleep(0.01)
+    assert not verifying.done()
+    verifying.cancel()
 
 
 async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
