@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from proxy.errors import SettingsError, SharedStoreFault, in_words
+from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
 from proxy.shared import objects
 from proxy.shared.objects import ORPHAN_SECONDS, Listed, listed
 

@@ -203,16 +203,12 @@ class StoreDirectory:
     def require_disk(self) -> None:
         """Raise StoreFault if the directory was unmounted, or another disk is mounted over it.
 
-        Its files only look as if they were gone, and what another disk holds is another store's.
+        Its files only look as if they were gone, and what another disk holds is another store's. Raises
+        OSError if there is no directory at all.
         """
-        directory = self.files.directory
-        try:
-            is_same = directory.stat().st_dev == self._device
-        except OSError as error:
-            raise StoreFault(in_words(error)) from error
-        if not is_same:
+        if self.files.directory.stat().st_dev != self._device:
             told = "is not on the disk where it was at the start: mount that disk, or restart the proxy"
-            raise StoreFault(f"{directory} {told}")
+            raise StoreFault(f"{self.files.directory} {told}")
 
     # Entering, changing and removing one checkpoint.
 

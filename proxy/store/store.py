@@ -197,7 +197,7 @@ class CheckpointStore(Catalogue):
             raise
         except OSError as error:
             self.note_unreadable(checkpoint)
-            with suppress(StoreFault):
+            with suppress(StoreFault, OSError):
                 if isinstance(error, FileNotFoundError):
                     self._directory.require_disk()
                     await self.remove(checkpoint, Removal.BROKEN)
@@ -248,7 +248,6 @@ class CheckpointStore(Catalogue):
         """
         if self.files.is_readonly:
             raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
-        self._directory.require_disk()
         name = self.files.new_temporary_name()
         self.writes.reserve(name, claim)
         try:
@@ -265,6 +264,7 @@ class CheckpointStore(Catalogue):
 
     async def _make_room(self, claim: Claim) -> None:
         try:
+            self._directory.require_disk()
             free_bytes = self.files.free_bytes() + self.going_bytes
             reserve_bytes = 0 if claim.is_passing else self.files.reserve_bytes()
             n_bytes, limit = self.writes.shortage(self.size_bytes, free_bytes - reserve_bytes)

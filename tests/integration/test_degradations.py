@@ -209,7 +209,7 @@ async def test_directory_that_has_gone_is_named_while_it_is_gone(start_rig: Star
         await rig.chat("a")
         await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)
         (reason,) = (await rig.health())["reasons"]
-        assert "no such file or directory" in reason["reason"]
+        assert "No such file or directory" in reason["reason"]
         away.rename(directory)
         await rig.chat("b")
         await until(lambda: DegradationKind.SAVES_FAIL not in rig.running.degradations)

@@ -136,7 +136,7 @@ async def test_directory_that_is_gone_is_told_and_costs_the_client_nothing(
             assert (await rig.chat(name)).status == 200
         await until(lambda: rig.sample("saves_total", result="failed"))
         [reason] = (await rig.health())["reasons"]
-        assert reason["kind"] == "saves fail" and "no such file" in str(reason)
+        assert reason["kind"] == "saves fail" and "No such file" in str(reason)
         directory.mkdir()
 
 
