@@ -231,9 +231,10 @@ async def test_state_that_the_disk_does_not_bring_in_time_is_used_once_it_has_co
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
-    async with start_rig(n_slots=1, idle_save_seconds=HANG_SECONDS) as rig:
+    async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         await rig.stop_proxy()
+        rig.options["idle_save_seconds"] = HANG_SECONDS
         await rig.start_proxy()
         back, read = threading.Event(), StateFiles.n_changed
 
