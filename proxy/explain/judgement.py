@@ -1,6 +1,6 @@
 """What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
 from proxy.llama.client import Timings
 
+Leased = Mapping[str, Collection[int]]
+"""The slots in use of the llama-server processes that run, by the ids of these."""
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
 
@@ -213,20 +215,21 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
 
 
 def judge_prompt(
-    new: KnownPrompt, matches: Matches, served: Account, rule: Rule, running: Collection[str]
+    new: KnownPrompt, matches: Matches, served: Account, rule: Rule, leased: Leased
 ) -> Judgement:
     """Return why *served*, the request of a *new* prompt, reused no more.
 
-    *running* are the ids of the llama-server processes that run. The nearest known prompt shares the most
-    tokens; the compared one is mostly of its conversation.
+    The nearest known prompt shares the most tokens; the compared one is mostly of its conversation.
     """
     nearest, compared = matches
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change, where = Past(0, n_like), None, Divergence()
     if nearest is not None:
-        loss, (process_id, _) = nearest.known.loss, nearest.known.slot
-        if loss is NO_LOSS and process_id not in running:
+        loss, (process_id, slot_id) = nearest.known.loss, nearest.known.slot
+        if loss is NO_LOSS and process_id not in leased:
             loss = Cause.RESTART, nearest.n_common
+        elif loss is NO_LOSS and process_id != new.slot[0] and slot_id in leased[process_id]:
+            loss = Cause.IN_USE, nearest.n_common
         past = Past(nearest.n_common, n_like, loss)
     n_unused = max(_n_known(served, past), n_like) - (served.n_reused or 0)
     if compared is not None and served.failure is None and n_unused > SLACK_TOKENS:

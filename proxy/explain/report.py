@@ -206,7 +206,8 @@ class Inquiry:
         self._process, self._prompt, self._body = process, prompt, body
         self._journal, self._planned_at = process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
-        self._running = {p.id for p in process.served.values() if not p.queue.is_closed}
+        running = (p for p in process.served.values() if not p.queue.is_closed)
+        self._leased = {p.id: {s.id for s in p.slots if s.is_leased} for p in running}
         self._found: tuple[object, _Found] | None = None
 
     def foresee(self, account: Account, request_id: str) -> Judgement:
@@ -251,7 +252,7 @@ class Inquiry:
             if (last := known.continued(new, n_reused)) is not None:
                 return Judgement(Cause.HIT), new, (last, last)
         matches = known.matches(new, self._known, self._planned_at)
-        judgement = judge_prompt(new, matches, account, self._process.rule, self._running)
+        judgement = judge_prompt(new, matches, account, self._process.rule, self._leased)
         return judgement, new, matches
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:

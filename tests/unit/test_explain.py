@@ -104,7 +104,7 @@ def judged(system: str, *messages: str) -> Judgement:
     match = Match(old, n_common, is_same_conversation=True)
     plan = Plan(Start(SlotId(0), n_common, n_common), why=Why.LIVE_LONGEST, n_shared=n_common)
     account = Account(plan, len(new.tokens), n_reused=n_common)
-    return judge_prompt(new, (match, match), account, POINTS, {"process"})
+    return judge_prompt(new, (match, match), account, POINTS, {"process": ()})
 
 
 def known_prompt(system: str, *messages: str) -> KnownPrompt:
