@@ -195,9 +195,10 @@ def order_windows(path: Path, state: files.StateFile) -> bool:
     if not files.has_two_caches(state.layout):
         return False
     with path.open("r+b") as file:
-        whole, window, *_ = state.sections or ()
-        # With as many cells, it may be the index of sparse attention: its cells stand where the first's do.
-        found = [whole, window] if window.n_cells == whole.n_cells else [window]
+        whole, window, *others = state.sections or ()
+        # With as many cells, it may be the index of sparse attention: its cells stand where the first's do,
+        # and a window may come behind it (llama-kv-cache-dsa-iswa.cpp).
+        found = [whole, window, *others] if window.n_cells == whole.n_cells else [window]
         for point in state.context_checkpoints:
             found += _sections(file, point, state.version)
         windows = [f for f in found if f.section.kind == "attention" and f.n_cells]

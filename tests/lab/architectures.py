@@ -6,7 +6,7 @@ the vocabulary, the chat template or the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import gguf
 
@@ -138,7 +138,9 @@ def write_hybrid_no_mrope(writer: gguf.GGUFWriter, tensors: TensorWriter, shape:
         add_feed_forward(tensors, block, shape)
 
 
-def write_sparse(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+def write_sparse(
+    writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape, windowed: Collection[int] = ()
+) -> None:
     """Write `glm-dsa`: each token attends to the few that an index picks, which has a cache of its own."""
     nope_size = rope_size = latent_size = shape.head_size
     _write_common(writer, shape)
@@ -170,13 +172,34 @@ def write_sparse(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -
         tensors.heads(f"{block}.attn_k_b.weight", shape.n_heads, latent_size, nope_size)
         tensors.heads(f"{block}.attn_v_b.weight", shape.n_heads, shape.head_size, latent_size)
         tensors.residual_matrix(f"{block}.attn_output.weight", shape.n_embd, value_size)
+        add_feed_forward(tensors, block, shape)
+        if windowed:
+            tensors.constant(f"{block}.attn_k_norm.weight", rope_size, ATTENTION_GAIN)
+            tensors.matrix(f"{block}.attn_gate.weight", shape.n_heads, shape.n_embd)
+        if layer in windowed:
+            continue
         index_size = shape.n_heads * INDEX_SIZE
         tensors.constant(f"{block}.indexer.k_norm.weight", INDEX_SIZE)
         tensors.constant(f"{block}.indexer.k_norm.bias", INDEX_SIZE, 0.0)
         tensors.small_matrix(f"{block}.indexer.proj.weight", shape.n_heads, shape.n_embd)
         tensors.matrix(f"{block}.indexer.attn_k.weight", INDEX_SIZE, shape.n_embd)
         tensors.matrix(f"{block}.indexer.attn_q_b.weight", index_size, latent_size)
-        add_feed_forward(tensors, block, shape)
+
+
+def write_sparse_window(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `dots3note`: sparse attention in every other layer, a sliding window in the others."""
+    name, is_windowed = writer.arch, [layer % 2 == 0 for layer in range(shape.n_layers)]
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_sliding_window(SLIDING_WINDOW)
+    writer.add_sliding_window_pattern(is_windowed)
+    writer.add_rope_freq_base_swa(10_000.0)
+    writer.add_key_length_swa(2 * shape.head_size)
+    writer.add_value_length_swa(shape.head_size)
+    writer.add_uint32(f"{name}.attention.key_length_mla_swa", 2 * shape.head_size)
+    writer.add_uint32(f"{name}.attention.value_length_mla_swa", shape.head_size)
+    writer.add_uint32(f"{name}.attention.kv_lora_rank_swa", shape.head_size)
+    writer.add_array(f"{name}.attention.indexer.types", [not each for each in is_windowed])
+    write_sparse(writer, tensors, shape, [i for i, each in enumerate(is_windowed) if each])
 
 
 def write_compressed(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:

@@ -38,6 +38,7 @@ KINDS = {
     "hybrid": Kind("qwen35", architectures.write_hybrid, template="thinking"),
     "hybrid_mtp": Kind("qwen35", architectures.write_hybrid_mtp, template="thinking"),
     "sparse": Kind("glm-dsa", architectures.write_sparse),
+    "sparse_window": Kind("dots3note", architectures.write_sparse_window),
     "compressed": Kind("deepseek4", architectures.write_compressed),
     "hybrid_no_mrope": Kind("granitehybrid", architectures.write_hybrid_no_mrope),
 }
