@@ -120,7 +120,7 @@ async def test_leaving_before_the_slot_is_prepared_leaves_it_to_its_tenant(
             process = await rig.settled()
         gate, content = Gate(), process.slots[0].content
 
-        async def verify(_: object) -> None:
+        async def verify(*_: object, **__: object) -> None:
             await gate.arrive()
 
         with monkeypatch.context() as patch:
