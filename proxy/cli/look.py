@@ -66,7 +66,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
         done = f", {n_done:,} of {n_prompt:,} tokens" if n_prompt and n_done is not None else ""
         came = command.age_in_words(time.time() - request["at"])
         words = f'"{request["title"]}"' if request["title"] else ""
-        named = ", ".join(filter(None, (words, request["client"]))) or "a request"
+        named = ", ".join(filter(None, (words, request["client"]))) or request["path"]
         yield "in flight", f"{named}: {request['phase']}{done}, came {came}"
     today = overview["today"]
     yield "today", f"since {datetime.fromtimestamp(today['since']):%Y-%m-%d %H:%M}"
@@ -120,7 +120,7 @@ def explanation_text(explanation: Explanation) -> Text:
         shared = f"; shared store: {request.shared}" if request.shared else ""
         plan = f"plan: {request.chosen or 'none'}, {request.why}{shared}"
         plan = f"error: {request.why}" if request.cause is Cause.REFUSED else plan
-        lines.append(Text(plan, style="dim"))
+        lines.append(Text(_visible(plan), style="dim"))
     place = ""
     if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:
         number = "" if request.message is None else f" (message {request.message})"

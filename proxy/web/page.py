@@ -145,6 +145,7 @@ class LivePage:
             **self._shared.report.described(request),
             "id": request.id,
             "at": request.at,
+            "path": request.path,
             "server": request.server,
             "phase": phase,
             "slot": plan.slot_id if plan else None,

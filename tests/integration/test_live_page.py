@@ -144,6 +144,7 @@ async def test_request_in_flight_is_told_with_what_it_waits_for(start_rig: Start
         assert (flight["phase"], waiting["phase"]) == ("evaluates", "waits for a slot")
         assert flight["slot"] == 0 and flight["n_prompt"] > 0 and waiting["slot"] is None
         assert flight["client"].startswith("Python") and flight["title"]
+        assert flight["path"] == CHAT, "the page shows it where there are no words and no client"
         gate.open()
         await asyncio.gather(*running)
         assert (await look(rig, ""))["in_flight"] == []

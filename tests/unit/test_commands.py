@@ -186,9 +186,12 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
     asked = {"title": "mend the login", "client": "OpenCode 1.18"}
     running = {"phase": "evaluates", "n_prompt": 51_200, "n_done": 8192, "at": time.time()}
-    overview["in_flight"] = [asked | running, asked | running | {"n_prompt": None, "n_done": None}]
+    unnamed = running | {"title": "", "client": "", "path": "/completion"}
+    unread = asked | running | {"n_prompt": None, "n_done": None}
+    overview["in_flight"] = [asked | running, unread, unnamed]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
-    evaluates, told = [row[1] for row in rows if row[0] == "in flight"]
+    evaluates, told, of_path = [row[1] for row in rows if row[0] == "in flight"]
+    assert of_path.startswith("/completion: evaluates")
     named = '"mend the login", OpenCode 1.18: evaluates'
     assert evaluates == f"{named}, 8,192 of 51,200 tokens, came 0 s ago"
     assert told == f"{named}, came 0 s ago"
@@ -260,6 +263,13 @@ def test_explanation_names_the_llama_server_where_there_are_several() -> None:
 
     assert first_line("full") == "hit  5f0c1a2b  /v1/messages  by full"
     assert first_line(None) == "hit  5f0c1a2b  /v1/messages"
+
+
+def test_error_that_is_explained_has_nothing_that_a_terminal_obeys() -> None:
+    why = {"cause": Cause.REFUSED, "why": "Unexpected message role: \x1b[31m"}
+    refused = msgspec.structs.replace(record(None, 0, 0), **why)
+    told = explanation_text(Explanation(request=refused, says="", cure="")).plain
+    assert "error: Unexpected message role: \ufffd[31m" in told
 
 
 def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) -> None:
