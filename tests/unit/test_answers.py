@@ -244,6 +244,15 @@ def test_event_that_brings_text_and_timings_is_read() -> None:
         ("JSON schema error at #: unrecognized type SECRET", "JSON schema error"),
         ("type must be \"text\", but got: SECRET", 'type must be "text"'),
         ("Unknown reasoning format: SECRET", "Unknown reasoning format"),
+        ("Unsupported content part type: SECRET", "Unsupported content part type"),
+        ("Unsupported tool type: SECRET", "Unsupported tool type"),
+        ("Invalid 'content' type: expected string or array, got 1",
+         "Invalid 'content' type: expected string or array"),
+        ("Invalid diff: 'SECRET' not found at start of 'SECRET, TOO'", "Invalid diff"),
+        ("Failed to parse input at pos 12: SECRET", "Failed to parse input"),
+        ("file path is not allowed: /SECRET", "file path is not allowed"),
+        ("Error: 'lora' must be an array of objects with 'id' and 'scale' fields",
+         "Error: 'lora' must be an array of objects with 'id' and 'scale' fields"),
         (
             "\n----\nWhile executing CallExpression at line 18 in source:\n... raise_exception(\n"
             "Error: Jinja Exception: No user query found in messages.",
