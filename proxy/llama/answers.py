@@ -275,8 +275,8 @@ def complaint_in(body: bytes) -> str:
     """Return what llama-server's error says, shortened, and without what it quotes of the request."""
     message = text_of(member(object_in(body), "error"), "message")
     # A template's own error stands behind a piece of the template.
-    told = message.rpartition("\nError: ")[2]
-    return _QUOTES.split(told, 1)[0].strip()[:_COMPLAINT_CHARACTERS]
+    told = message.rpartition("\nError: ")[2][:_COMPLAINT_CHARACTERS]
+    return _QUOTES.split(told, 1)[0].strip()
 
 
 def _complete(growing: list[str]) -> CallMade:
