@@ -65,8 +65,8 @@ def test_requests_are_found_by_conversation_and_by_client() -> None:
 @pytest.mark.parametrize(
     ("part", "is_same", "switched_on", "expected"),
     [
-        (PromptPart.SYSTEM, True, SAFE, "from the next conversation on"),
-        (PromptPart.SYSTEM, True, SAFE | {Name.STICKY_DATE}, "`sticky_date` is on"),
+        (PromptPart.SYSTEM, True, SAFE, "from the next conversation on, not this one."),
+        (PromptPart.SYSTEM, True, SAFE | {Name.STICKY_DATE}, "not since the proxy was started."),
         (PromptPart.SYSTEM, False, SAFE, "into the newest message."),
         (PromptPart.TOOL_RESULT, True, SAFE, "into the newest message."),
     ],
@@ -78,9 +78,9 @@ def test_cure_is_one_that_is_not_on_and_would_have_helped(
     judgement = Judgement(Cause.DATE, is_same_conversation=is_same)
     journal.add(record("a", Cause.DATE, part=part), judgement)
     found = journal.explain("a")
-    assert found is not None and expected in found.cure
+    assert found is not None and found.cure.endswith(expected)
     offers = 'add a stabilizer, --stabilizers "safe, sticky_date": `sticky_date` lets' in found.cure
-    assert offers == (expected == "from the next conversation on")
+    assert offers == expected.startswith("from the next conversation on")
 
 
 def test_cure_that_every_conversation_shares_is_offered_to_a_new_one_if_it_is_off() -> None:
