@@ -66,6 +66,7 @@ async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig
         await late_answer_does_not_replace_what_was_chosen_since(page)
         await states_are_pinned_and_deleted_after_a_question(rig, page)
         await energy_is_counted_with_the_watts_that_are_given(page)
+        await error_of_llama_server_is_called_so(rig, page)
         await requests_in_flight_are_shown_first(rig, page)
         await nothing_is_wider_than_a_phone(page)
         await names_and_contrasts_are_as_they_should_be(page)
@@ -119,6 +120,17 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
     assert await page.run("document.querySelectorAll('img, main script').length") == 0
     await kind_and_costs_are_told(rig, page)
     await rig.settled()  # what is saved later changes the map
+
+
+async def error_of_llama_server_is_called_so(rig: Rig, page: Page) -> None:
+    body = {"messages": MESSAGES[0], "max_tokens": "many"}
+    async with rig.client.post(f"{rig.base_url}/v1/chat/completions", json=body) as reply:
+        assert reply.status == 400
+    row = f"[...{ROWS}].find(row => row.innerText.includes('refused'))"
+    await page.until(row)
+    await page.run(f"{row}.querySelector('button[aria-expanded]').click()")
+    told = "[...document.querySelectorAll('.explanation')].map(e => e.innerText).join()"
+    await page.until(f"/Error\\s+Field 'max_tokens'/.test({told})")
 
 
 async def kind_and_costs_are_told(rig: Rig, page: Page) -> None:

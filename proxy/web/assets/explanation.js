@@ -46,7 +46,9 @@ function facts(request, nearest, divergence, show) {
   add("Prompt", reuse(request));
   if (divergence) add("Where", `${place(divergence)}, behind ${counted(nearest.n_common, "equal token")}`);
   if (nearest) add("Compared with", ...compared(nearest, show));
-  add("Plan", plan(request));
+  const isRefused = request.cause === "refused";
+  add("Error", isRefused && request.why);
+  add("Plan", !isRefused && plan(request));
   add("Not chosen", request.alternatives?.join("; "));
   add("Times", times(request));
   add("Rewritten by", request.rewrites?.join(", "));
