@@ -54,9 +54,10 @@ class Deadline:
         self._limits: set[asyncio.Timeout] = set()
 
     def set(self, seconds: float) -> None:
-        """End all blocks in so many seconds."""
+        """End all blocks in so many seconds; it may be set again to end them sooner."""
         for limit in self._limits:
-            limit.reschedule(asyncio.get_running_loop().time() + seconds)
+            if not limit.expired():  # else its block is ending
+                limit.reschedule(asyncio.get_running_loop().time() + seconds)
 
     @asynccontextmanager
     async def ends_block(self) -> AsyncIterator[None]:

@@ -1,8 +1,11 @@
-"""Turns: one at a time, in the order of asking."""
+"""Turns: one at a time, in the order of asking. Deadlines: they may come nearer."""
 
 import asyncio
 
-from proxy.tasks import Turns
+import pytest
+
+from proxy.errors import ProxyStopped
+from proxy.tasks import Deadline, Turns
 
 
 async def test_turns_are_had_in_the_order_of_asking() -> None:
@@ -55,3 +58,25 @@ async def test_turn_that_comes_as_one_leaves_is_passed_on() -> None:
     await asyncio.gather(leaving, return_exceptions=True)
     (await staying).end()
     assert turns.try_take() is not None
+
+
+async def test_deadline_that_comes_nearer_leaves_blocks_alone_that_are_ending() -> None:
+    """As at a second signal."""
+    deadline, is_ending, may_end = Deadline(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        async with deadline.ends_block():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_ending.set()
+                await may_end.wait()
+
+    working = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    deadline.set(0)
+    await is_ending.wait()
+    deadline.set(0)
+    may_end.set()
+    with pytest.raises(ProxyStopped):
+        await working
