@@ -37,7 +37,7 @@ _SAYS_MORE = re.compile(
 )
 """Found in events that are read although they bring text."""
 _QUOTES = re.compile(
-    r'(?<!^Error): [\'"{]|: \[(?!json)|[{\n;]|,?(?: but)? got\b| at (?:#|pos )'
+    r'(?<!Error): [\'"{]|: \[(?!json)|[{\n;]|,?(?: but)? got\b| at (?:#|pos )'
     r"|(?<=tool_choice): |(?<=format): |(?<=(?:part|tool|call) type): |(?<=allowed): "
 )
 """Behind this, llama-server's messages quote the request, and no word of a prompt is logged."""

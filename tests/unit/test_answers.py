@@ -251,8 +251,8 @@ def test_event_that_brings_text_and_timings_is_read() -> None:
         ("Invalid diff: 'SECRET' not found at start of 'SECRET, TOO'", "Invalid diff"),
         ("Failed to parse input at pos 12: SECRET", "Failed to parse input"),
         ("file path is not allowed: /SECRET", "file path is not allowed"),
-        ("Error: 'lora' must be an array of objects with 'id' and 'scale' fields",
-         "Error: 'lora' must be an array of objects with 'id' and 'scale' fields"),
+        ("Field 'lora': Error: 'lora' must be an array of objects",
+         "Field 'lora': Error: 'lora' must be an array of objects"),
         (
             "\n----\nWhile executing CallExpression at line 18 in source:\n... raise_exception(\n"
             "Error: Jinja Exception: No user query found in messages.",
