@@ -109,8 +109,9 @@ def _with_model(
     if not model:
         return told
     known = {each["id"] for each in server.ask("GET", "/v1/models", dict[str, Any])["data"]}
-    if model not in known - {each["name"] for each in told["servers"]}:
-        return told
+    running = {each["name"] for each in told["servers"]}
+    if model not in known - running or (running and not running & known):
+        return told  # it runs, or what runs is no host's
     said = [{"role": "user", "content": "Hello."}]
     body = msgspec.json.encode({"model": model, "messages": said, "max_tokens": 1})
     server.ask("POST", "/v1/chat/completions", dict[str, Any], body=body, headers=_NOT_KEPT)

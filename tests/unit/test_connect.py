@@ -16,7 +16,16 @@ from click.testing import CliRunner
 
 from proxy.__main__ import main
 from proxy.cli.command import RunningProxy
-from proxy.cli.connect import NAMES, _undo, _write, client_of, connect, merged_text, written
+from proxy.cli.connect import (
+    NAMES,
+    _undo,
+    _with_model,
+    _write,
+    client_of,
+    connect,
+    merged_text,
+    written,
+)
 from tests.lab.server import REPOSITORY
 
 FACTS = {
@@ -188,6 +197,24 @@ def test_what_was_there_comes_back_whatever_became_of_the_file(
         _undo(path)
     assert (path.read_bytes() if path.exists() else b"") == before
     assert list(tmp_path.iterdir()) == ([path] if before else [])
+
+
+@pytest.mark.parametrize(
+    ("running", "is_loaded"), [("127.0.0.1:8080", False), ("other", True), ("coder", False)]
+)
+def test_only_a_model_that_a_host_does_not_run_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, running: str, is_loaded: bool
+) -> None:
+    asked = list[str]()
+
+    def ask(_: RunningProxy, method: str, *__: object, **___: object) -> dict[str, Any]:
+        asked.append(method)
+        return {"data": [{"id": "coder"}, {"id": "other"}]}
+
+    monkeypatch.setattr(RunningProxy, "ask", ask)
+    proxy, told = RunningProxy("127.0.0.1:1"), {"servers": [{"name": running}]}
+    _with_model(proxy, proxy, told, "coder")
+    assert ("POST" in asked) is is_loaded
 
 
 @pytest.mark.parametrize(("n_ctx", "is_told"), [(8_192, True), (65_536, False)])
