@@ -16,7 +16,7 @@ from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
 from proxy.core.slots import Known, Slot, SlotPhase, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
-from proxy.serving.planning import plan_in
+from proxy.serving.planning import plan_in, verify
 from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.queue import Choice, FreeElsewhere, Lease
 from proxy.serving.request import Request
@@ -321,8 +321,8 @@ class Ahead:
                 await process.finish(lease, process.saves.write_back(slot.id))
                 # The save may have taken the place of the state to restore, or cut the slot back.
                 start = plan_in(process, next_prompt, slot.id).start
+            await verify(process, start)
             if start.restored:
-                await process.store.verify(start.restored.checkpoint)
                 await process.finish(lease, process.restore(slot.id, start.restored))
             begin = len(tokens) if start.erases else start.n_reused
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))

@@ -2,11 +2,13 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from proxy.core.model import SlotId
+from proxy.core.model import Candidate, SlotId
+from proxy.core.plan import Start
 from proxy.core.slots import Empty
 from proxy.explain.causes import Cause
 from proxy.llama import client as llama_server
@@ -16,7 +18,7 @@ from proxy.store.files import StateFiles
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, hang_up, question, text
+from tests.integration.rig import Rig, hang_up, next_question, question, text
 from tests.lab.waiting import HANG_SECONDS, until
 
 FULL_PROMPT = 309
@@ -252,6 +254,37 @@ async def test_state_that_the_disk_does_not_bring_in_time_is_used_once_it_has_co
         await until(lambda: not store._verifying)
         await rig.chat("c")
         assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
+
+
+async def test_no_request_waits_for_a_state_that_the_disk_does_not_bring_to_evaluate_ahead(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        await rig.stop_proxy()
+        rig.options["ahead_seconds"] = HANG_SECONDS
+        await rig.start_proxy()
+        store = rig.running.store
+        assert store is not None
+        checkpoint, *_ = store
+        restored, back = Candidate(checkpoint, checkpoint.n_tokens), threading.Event()
+
+        def restore(_: Any, __: Any, slot_id: SlotId) -> Any:
+            return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
+
+        monkeypatch.setattr(background, "plan_in", restore)
+        monkeypatch.setattr(StateFiles, "n_changed", lambda *_, **__: back.wait(HANG_SECONDS))
+        try:
+            asked = question("c")
+            answer = await rig.chat(asked)
+            await until(lambda: store._verifying)
+            await rig.chat(next_question(asked, answer))
+            assert not back.is_set() and store._verifying
+        finally:
+            back.set()
 
 
 async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: StartRig) -> None:
