@@ -260,9 +260,10 @@ def _static(process: Process, identity: Identity, state: StateFile) -> str:
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
     # States from before windows were put in order can answer wrongly: they must not be found. Nor
-    # must those from when the index of sparse attention was put in order, too.
+    # must those from when the index of sparse attention was put in order, too, or no window behind it.
     order = "in order" if process.saver.may_have_window else "as saved"
-    ordered = (order,) if has_two_caches(state.layout) else ()
+    n_caches = sum(section.kind == "attention" for section in state.layout or ())
+    ordered = [order] * (n_caches - 1) if has_two_caches(state.layout) else []
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting, *ordered])
     return xxhash.xxh3_128_hexdigest(told)
 

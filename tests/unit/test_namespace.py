@@ -1,6 +1,11 @@
-"""Which known model a canary belongs to."""
+"""Which known model a canary belongs to, and which states are of one model."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import pytest
+import xxhash
 
 from proxy.core.model import (
     CANARY_TOKENS,
@@ -9,6 +14,8 @@ from proxy.core.model import (
     choose_namespace,
     is_same_canary,
 )
+from proxy.llama.files import Section
+from proxy.servers import attach
 
 CANARY = [(100 + i, -1.0 - i / 10) for i in range(10)]
 
@@ -69,3 +76,14 @@ def test_choose_namespace_among_several_returns_the_matching_one() -> None:
 def test_choose_namespace_of_an_unknown_model_is_none() -> None:
     assert choose_namespace([KnownNamespace(b"other", shifted(0.2))], CANARY) is None
     assert choose_namespace([], CANARY) is None
+
+
+@pytest.mark.parametrize(("n_caches", "is_found"), [(2, True), (3, False)])
+def test_states_from_before_a_window_behind_an_index_was_put_in_order_are_not_found(
+    n_caches: int, is_found: bool
+) -> None:
+    layout = (Section("attention", 1, False, 2, (), ()),) * n_caches
+    process: Any = SimpleNamespace(saver=SimpleNamespace(may_have_window=True))
+    state: Any = SimpleNamespace(version=4, layout=layout, draft_bytes=0)
+    before = xxhash.xxh3_128_hexdigest(msgspec.json.encode([{}, (4, layout), "in order"]))
+    assert (attach._static(process, {}, state) == before) is is_found
