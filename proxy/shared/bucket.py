@@ -144,6 +144,7 @@ class Bucket:
             if self._look is None or self._look.done():
                 looking = asyncio.to_thread(self._look_at, self._directory)
                 self._look = asyncio.ensure_future(looking)
+                self._look.add_done_callback(_take_note)
             await _within(_SILENT_SECONDS, asyncio.shield(self._look))
         return self._store
 
@@ -189,14 +190,14 @@ def _whole_page(listing: Any) -> "asyncio.Future[Any]":
 
     If a listing is dropped when a page has just come, obstore panics, and no request succeeds from then on.
     """
-
-    def keep(page: "asyncio.Future[Any]", _: Any = listing) -> None:
-        if not page.cancelled():
-            page.exception()  # if nobody waits, nobody else asks for it
-
     page = anext(listing)
-    page.add_done_callback(keep)
+    page.add_done_callback(lambda page, _=listing: _take_note(page))
     return asyncio.shield(page)
+
+
+def _take_note(work: "asyncio.Future[Any]") -> None:
+    if not work.cancelled():
+        work.exception()  # if nobody waits any more, nobody else asks for it
 
 
 async def _drawn(data: Iterator[bytes], bytes_per_second: float) -> AsyncIterator[bytes]:

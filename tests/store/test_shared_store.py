@@ -870,11 +870,14 @@ async def test_state_in_a_directory_that_is_unmounted_is_not_gone(
         assert await b.fetch(tokens)
 
 
-async def test_directory_that_hangs_keeps_one_thread(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_directory_that_hangs_keeps_one_thread_and_leaves_no_traceback(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """Else it would soon have all those that states are read and checked on."""
-    bucket, back = Bucket(f"file://{tmp_path}"), threading.Event()
+    bucket, back, told = Bucket(f"file://{tmp_path}"), threading.Event(), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     monkeypatch.setattr(shared_bucket, "_SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(Path, "is_dir", lambda _: back.wait(HANG_SECONDS))
+    monkeypatch.setattr(Path, "is_dir", lambda _: not back.wait(HANG_SECONDS))
     n_threads = threading.active_count()
     try:
         for _ in range(3):
@@ -884,6 +887,10 @@ async def test_directory_that_hangs_keeps_one_thread(tmp_path: Path, monkeypatch
         assert threading.active_count() <= n_threads + 1
     finally:
         back.set()
+    await until(lambda: bucket._look is not None and bucket._look.done())
+    bucket._look = None
+    gc.collect()
+    assert not told
 
 
 async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any) -> None:
