@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -380,8 +381,8 @@ class Index:
 
 
 def _summary_of(checkpoint: Checkpoint) -> Summary:
-    # As if it shared no tokens with others.
-    score = score_of(checkpoint, [checkpoint.last_used_at])
+    # As if it shared no tokens with others. The clock may have been ahead when it was used.
+    score = score_of(checkpoint, [min(checkpoint.last_used_at, time.time())])
     n_blocks = count_blocks(checkpoint.n_tokens)
     return Summary(score, checkpoint.verified_at, checkpoint.size_bytes, n_blocks)
 

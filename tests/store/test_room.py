@@ -368,6 +368,8 @@ async def test_score_that_a_clock_ahead_has_given_is_taken_back(tmp_path: Path) 
         assert [c.id for c in store.newest(3)] == [others[1].id, others[0].id, first.id]
         assert store.victims(1, Present(time.time())) == [first]
         assert store.victims(1, Present(ahead)) != [first]
+        for is_pinned in (True, False):
+            await store.pin(first.id, is_pinned=is_pinned)
         assert max(summary.score for _, summary in store.index.summaries()) < time.time()
 
 
