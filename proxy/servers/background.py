@@ -321,8 +321,8 @@ class Ahead:
                 await process.finish(lease, process.saves.write_back(slot.id))
                 # The save may have taken the place of the state to restore, or cut the slot back.
                 start = plan_in(process, next_prompt, slot.id).start
-            await verify(process, start)
             if start.restored:
+                await verify(process, start.restored.checkpoint, start.n_reused)
                 await process.finish(lease, process.restore(slot.id, start.restored))
             begin = len(tokens) if start.erases else start.n_reused
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))

@@ -243,9 +243,9 @@ class CachedRequest:
     async def _verify(self) -> None:
         """Verify the checkpoint to restore; if its file is no use, make another plan in the same slot."""
         process, began = self._process, time.monotonic()
-        while self._plan.start.restored:
+        while restored := self._plan.start.restored:
             try:
-                await planning.verify(process, self._plan.start)
+                await planning.verify(process, restored.checkpoint, self._plan.start.n_reused)
                 break
             except errors.StoreFault as fault:
                 process.faults.record("verify", fault)

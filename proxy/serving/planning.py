@@ -102,15 +102,13 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
     return plan
 
 
-async def verify(process: Process, start: Start) -> None:
-    """Verify the checkpoint that is to be restored; raises StoreFault if it cannot be.
+async def verify(process: Process, checkpoint: Checkpoint, n_tokens: int) -> None:
+    """Verify a checkpoint of which *n_tokens* are wanted; raises StoreFault if it cannot be.
 
     A disk that fails may take for ever: it gets the time in which llama-server would evaluate the tokens.
     """
-    if start.restored:
-        seconds = round(process.rates.evaluation_seconds(0, start.n_reused))
-        limit = max(LEAST_READ_SECONDS, seconds)
-        await process.store.verify(start.restored.checkpoint, most_seconds=limit)
+    seconds = round(process.rates.evaluation_seconds(0, n_tokens))
+    await process.store.verify(checkpoint, most_seconds=max(LEAST_READ_SECONDS, seconds))
 
 
 def plan_to_extend(process: Process, content: Known) -> Plan | None:

@@ -25,6 +25,7 @@ from proxy.llama import state_edits
 from proxy.llama.client import Saved
 from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import Source
+from proxy.serving.planning import verify
 from proxy.serving.process import MAX_SIZES, Process
 from proxy.store.files import FileStamp, StateFiles, final_name_of, id_of
 
@@ -188,7 +189,7 @@ class Saver:
                     donor = others[point].checkpoint
                     kept.enter_context(store.keep(donor))
                     try:
-                        await store.verify(donor)
+                        await verify(process, donor, point)
                     except errors.StoreFault as fault:
                         process.faults.record("verify", fault)
                         continue

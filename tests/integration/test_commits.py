@@ -15,7 +15,7 @@ from proxy.core.saving import StateSize
 from proxy.core.slots import Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
-from proxy.serving import saver
+from proxy.serving import planning, saver
 from proxy.store.files import StateFiles
 from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
@@ -353,6 +353,31 @@ async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_n
         await process.saves.begin(FIRST)
         await until(lambda: not process.saves.under_way)
         assert more and max(rig.checkpoints) > before
+
+
+async def test_state_is_kept_without_the_points_of_an_older_file_that_the_disk_does_not_bring(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+    back = threading.Event()
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        asked = [*question("a"), {"role": "user", "content": text("b", 1500)}]
+        await rig.chat(asked)
+        await process.saves.begin(FIRST)
+        await until(lambda: not process.saves.under_way)
+        (before,) = rig.checkpoints
+        await rig.chat([*asked, *question("c", 1500)])
+        rig.server.slots[0].points = rig.server.slots[0].points[-1:]
+        process.store._verification.verified.clear()
+        monkeypatch.setattr(StateFiles, "n_changed", lambda *_, **__: back.wait(HANG_SECONDS))
+        try:
+            await process.saves.begin(FIRST)
+            await until(lambda: process.store._verifying)
+            await until(lambda: not process.saves.under_way)
+            assert max(rig.checkpoints) > before
+        finally:
+            back.set()
 
 
 async def test_slot_that_went_on_learns_the_restore_points_of_its_file(
