@@ -167,8 +167,9 @@ class CheckpointStore(Catalogue):
             try:
                 async with asyncio.timeout(most_seconds):
                     await asyncio.shield(verifying)
-            except TimeoutError as error:  # used again as soon as it has been read
-                self.note_unreadable(checkpoint)
+            except TimeoutError as error:
+                if not verifying.done():  # used again as soon as it has been read
+                    self.note_unreadable(checkpoint)
                 told = f"{checkpoint.file_name} was not read in {most_seconds} s"
                 raise StoreFault(told) from error
 

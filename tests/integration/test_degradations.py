@@ -337,6 +337,7 @@ async def test_shared_store_without_an_index_is_told_and_keeps_nobody_from_cachi
     start_rig: StartRig, tmp_path: Path
 ) -> None:
     (tmp_path / "slots" / "shared-index").write_text("no directory")
+    (tmp_path / "shared").mkdir()
     async with start_rig(n_slots=1, shared_store=f"url = file://{tmp_path / 'shared'}") as rig:
         assert await rig.reasons() == ["shared store away"]
         await rig.chat("a")

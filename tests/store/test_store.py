@@ -612,6 +612,21 @@ async def test_eviction_of_a_state_that_is_being_verified_is_no_fault(
     verifying.cancel()
 
 
+async def test_state_that_was_read_just_when_the_time_was_up_is_used_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
+    store._verification.verified.clear()
+
+    async def read(*_: Any, **__: Any) -> None:
+        time.sleep(0.05)  # noqa: ASYNC251 - the loop stands still
+
+    monkeypatch.setattr(store._verification, "verify", read)
+    with pytest.raises(StoreFault, match="was not read in"):
+        await store.verify(checkpoint, most_seconds=0.01)
+    assert list(store.find(checkpoint.namespace, run_of(300)))
+
+
 async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
     store: CheckpointStore,
 ) -> None:
