@@ -93,8 +93,13 @@ class Bucket:
                 getting = self._obstore.get_async(await self._opened(), name)
                 reply = await _within(_SILENT_SECONDS, getting)
                 return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
-            except self._obstore.exceptions.PermissionDeniedError as error:
-                raise StateDamaged(_told(error)) from error
+            except self._obstore.exceptions.BaseError as error:
+                is_refused = isinstance(error, self._obstore.exceptions.PermissionDeniedError)
+                if is_refused or "(os error 13)" in str(
+                    error
+                ):  # of a directory only the text tells
+                    raise StateDamaged(_told(error)) from error
+                raise
 
     async def stream(
         self, name: str, least_bytes: int, first_seconds: float, stall_seconds: float

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 from proxy.core.conditions import DegradationKind
@@ -359,6 +360,25 @@ async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: Fa
         refused = await a.save(run_of(3000))
         await a.save(run_of(3000, start=10_000))
         link.harm(Fault.SKEWED, only=f"{refused.shared_id}.meta")
+        assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
+        assert not b.degradations.kinds
+
+
+async def test_record_of_another_user_in_a_directory_hides_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = obstore.get_async
+
+    async def get_if_allowed(store: Any, name: str) -> Any:
+        if name.endswith(f"{refused.shared_id}.meta"):  # root may read all: this is what others get
+            told = f"Unable to open file {name}: Permission denied (os error 13)"
+            raise obstore.exceptions.GenericError(told)
+        return await get(store, name)
+
+    async with start("a") as a, start("b") as b:
+        refused = await a.save(run_of(3000))
+        await a.save(run_of(3000, start=10_000))
+        monkeypatch.setattr(obstore, "get_async", get_if_allowed)
         assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
         assert not b.degradations.kinds
 
