@@ -94,10 +94,9 @@ class Bucket:
                 reply = await _within(_SILENT_SECONDS, getting)
                 return bytes(await _within(_SILENT_SECONDS, reply.bytes_async()))
             except self._obstore.exceptions.BaseError as error:
-                is_refused = isinstance(error, self._obstore.exceptions.PermissionDeniedError)
-                if is_refused or "(os error 13)" in str(
-                    error
-                ):  # of a directory only the text tells
+                denied = self._obstore.exceptions.PermissionDeniedError
+                # Of a directory only the text tells it.
+                if isinstance(error, denied) or "(os error 13)" in str(error):
                     raise StateDamaged(_told(error)) from error
                 raise
 

@@ -315,9 +315,8 @@ class Uploads:
         name = objects.name_of(folder, shared_id, META)
         record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))
         await remote.bucket.write(name, [record], len(record))
-        self._pending.discard(
-            checkpoint.id
-        )  # it is there, though a full disk may take no note of that
+        # It is there, though a full disk may take no note of that.
+        self._pending.discard(checkpoint.id)
         await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         entry = objects.entry_of(meta, shared_id, namespace)
         await remote.enter(entry)

@@ -172,9 +172,7 @@ class Catalogue:
                 self.pinned_bytes += summary.size_bytes
             if not summary.score:
                 self._quarantined.add(checkpoint_id)
-            if (
-                now < summary.score < inf
-            ):  # the clock was ahead: it would be compared with none for long
+            if now < summary.score < inf:  # the clock was ahead; it would not be evicted for long
                 self._scores[checkpoint_id] = now
         # A restore from the page cache is several times faster than one from the disk. The kernel is asked
         # at the start; then the files last used count as cached, up to half of the memory available.
