@@ -16,6 +16,7 @@ from proxy.core.slots import Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
 from proxy.serving import planning, saver
+from proxy.serving.process import Process
 from proxy.store.files import StateFiles
 from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
@@ -329,6 +330,19 @@ async def test_stop_waits_for_a_commit_beside_requests(
         assert (await rig.chat("a")).n_reused > 300
 
 
+async def lose_points_that_a_file_has(rig: Rig) -> tuple[Process, tuple[str, int]]:
+    """Save a conversation, go on, and drop older points of the slot; return the process and the state."""
+    process = await rig.attached()
+    asked = [*question("a"), {"role": "user", "content": text("b", 1500)}]
+    await rig.chat(asked)
+    await process.saves.begin(FIRST)
+    await until(lambda: not process.saves.under_way)
+    (saved,) = rig.checkpoints
+    await rig.chat([*asked, *question("c", 1500)])
+    rig.server.slots[0].points = rig.server.slots[0].points[-1:]
+    return process, saved
+
+
 async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_no_room_for(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,15 +355,8 @@ async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_n
         await settle(store, name, n_bytes)
 
     async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
-        process = await rig.attached()
-        asked = [*question("a"), {"role": "user", "content": text("b", 1500)}]
-        await rig.chat(asked)
-        await process.saves.begin(FIRST)
-        await until(lambda: not process.saves.under_way)
-        (before,) = rig.checkpoints
+        process, before = await lose_points_that_a_file_has(rig)
         monkeypatch.setattr(CheckpointStore, "settle", settle_if_no_larger)
-        await rig.chat([*asked, *question("c", 1500)])
-        rig.server.slots[0].points = rig.server.slots[0].points[-1:]
         await process.saves.begin(FIRST)
         await until(lambda: not process.saves.under_way)
         assert more and max(rig.checkpoints) > before
@@ -361,14 +368,7 @@ async def test_state_is_kept_without_the_points_of_an_older_file_that_the_disk_d
     monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
     back = threading.Event()
     async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
-        process = await rig.attached()
-        asked = [*question("a"), {"role": "user", "content": text("b", 1500)}]
-        await rig.chat(asked)
-        await process.saves.begin(FIRST)
-        await until(lambda: not process.saves.under_way)
-        (before,) = rig.checkpoints
-        await rig.chat([*asked, *question("c", 1500)])
-        rig.server.slots[0].points = rig.server.slots[0].points[-1:]
+        process, before = await lose_points_that_a_file_has(rig)
         process.store._verification.verified.clear()
         monkeypatch.setattr(StateFiles, "n_changed", lambda *_, **__: back.wait(HANG_SECONDS))
         try:

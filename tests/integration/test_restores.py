@@ -36,6 +36,14 @@ async def save_a(rig: Rig) -> None:
     await displace(rig)
 
 
+def damage_states(rig: Rig) -> list[Path]:
+    """Change the last byte of each state file; return the files."""
+    paths = list(rig.server.directory.glob("lpc-*.state"))
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    return paths
+
+
 async def test_displaced_conversation_is_restored(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
@@ -221,8 +229,7 @@ async def test_tokens_of_a_state_that_was_damaged_while_the_proxy_was_away_are_m
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         await rig.stop_proxy()
-        for path in rig.server.directory.glob("lpc-*.state"):
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        damage_states(rig)
         await rig.start_proxy()
         await rig.chat("a")
         (record,) = rig.running.shared.journal.latest(1)
@@ -293,8 +300,7 @@ async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: S
         gate = rig.server.hold("restore")
         asked = rig.begin_chat("a")
         await gate.reached()
-        for path in rig.server.directory.glob("lpc-*.state"):
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        damage_states(rig)
         rig.server.release("restore")
         reply = await asked
         assert (reply.status, reply.n_reused) == (200, 0)
@@ -323,9 +329,7 @@ async def test_damage_is_found_in_the_background_before_anybody_asks_for_the_sta
     monkeypatch.setattr(background, "VERIFY_SECONDS", 0.05)
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
-        paths = list(rig.server.directory.glob("lpc-*.state"))
-        for path in paths:
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        paths = damage_states(rig)
         await until(lambda: rig.sample("damaged_checkpoints_total") == len(paths))
         await until(lambda: not any(path.exists() for path in paths))
         assert rig.sample("restores_total", result="missing") == 0
