@@ -157,8 +157,8 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     operators.on_shutdown.append(page.stop)
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
-    limit, secret = MAX_REQUESTS * len(pool.roots), shared.secret
-    front = Front(pool, shared.report, unread, limit, aliases, secret, deadline := Deadline())
+    limit = MAX_REQUESTS * len(pool.roots)
+    front = Front(pool, shared, unread, limit, aliases, deadline := Deadline())
 
     async def stop(_: web.Application) -> None:
         unread.is_stopping = True

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
 from itertools import islice
@@ -283,17 +282,6 @@ class Report:
         self._metrics = metrics
         self._journal = journal
         self._log = get_logger("cache")
-
-    @contextmanager
-    def in_flight(self, request: "Request", n_at_most: int) -> Iterator[None]:
-        """Let operators see a request while the block runs; raises TooManyRequests."""
-        if len(self._journal.in_flight) >= n_at_most:
-            raise TooManyRequests(f"{n_at_most} requests are being served already")
-        self._journal.in_flight[request.id] = request
-        try:
-            yield
-        finally:
-            del self._journal.in_flight[request.id]
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""

@@ -201,9 +201,6 @@ class Heard:
     heard_at: float = field(default_factory=time.monotonic)
     is_cut: bool = False
 
-    def note(self) -> None:
-        self.heard_at = time.monotonic()
-
     def cut(self) -> None:
         self.is_cut = True
         self._cut()

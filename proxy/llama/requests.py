@@ -134,11 +134,6 @@ class GenerationBody:
         return self.fields["messages"]  # type: ignore[no-any-return]
 
     @property
-    def wants_stream(self) -> bool:
-        """Whether the answer comes as a stream."""
-        return self.fields.get("stream") is True
-
-    @property
     def session(self) -> str:
         """The name of the session, for clients without a header for it; empty if there is none."""
         return next(filter(None, (text_of(self.fields, name) for name in _CACHE_KEYS)), "")

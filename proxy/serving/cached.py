@@ -19,7 +19,7 @@ from typing import Any
 from proxy import errors
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
-from proxy.core.plan import Plan, most_useful, plan_extension, plan_request
+from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import TAINTED, Content, Empty, Unknown, must_be_erased, shared_tokens
 from proxy.explain.causes import Cause
@@ -86,10 +86,12 @@ class CachedRequest:
                 self._keep_most_useful(planning.look_up(process, self._prompt)[0])
         lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_overtaken=True)
         with self._kept, await lease as self._lease:
-            self._account = Account(self._lease.plan, self._prompt.n_tokens)
-            request.account, request.foresee = self._account, self._foresee
-            if not self._extended:
+            request.account = self._account = Account(self._lease.plan, self._prompt.n_tokens)
+            if self._extended:
+                request.foresee = lambda: Judgement(Cause.HIT)
+            else:
                 self._note_planned()
+                request.foresee = lambda: self._inquiry.foresee(self._account, request.id)
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
             size = planning.evaluation_size(process, request, self._prompt, self._plan)
@@ -144,8 +146,10 @@ class CachedRequest:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
         if self._process.launches.must_wait(self._prompt.n_tokens):
             return None
-        if self._extended:
-            plan = planning.plan_to_extend(self._process, self._extended)
+        if held := self._extended:  # nothing is restored or displaced
+            slot = self._process.slots.holder(held)
+            start = slot and Start(slot.id, len(held.tokens), held.n_tokens)
+            plan = start and Plan(start, why=Why.EXTENDS)
         else:
             plan = planning.plan_behind_media(self._process, self._request) or self._plan_now()
         return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None
@@ -184,12 +188,6 @@ class CachedRequest:
     def _note_planned(self) -> None:
         with self._process.faults.suppressed("explain"):  # only the explanation suffers
             self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
-
-    def _foresee(self) -> Judgement:
-        """Return the judgement that will be reported if the reply confirms the plan."""
-        if self._extended:
-            return Judgement(Cause.HIT)
-        return self._inquiry.foresee(self._account, self._request.id)
 
     # The slot is prepared as the plan says.
 
@@ -286,12 +284,10 @@ class CachedRequest:
 
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
+        launches = self._process.launches
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        return await self._launch(raw, self._note_running)
-
-    async def _launch(self, raw: bytes, on_start: Callable[[], None]) -> Answer:
         self._is_sent = True
-        return await self._process.launches.send(self._turn, self._request, raw, on_start)
+        return await launches.send(self._turn, self._request, raw, self._note_running)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)

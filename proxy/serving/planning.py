@@ -111,13 +111,6 @@ async def verify(process: Process, checkpoint: Checkpoint, n_tokens: int) -> Non
     await process.store.verify(checkpoint, most_seconds=max(LEAST_READ_SECONDS, seconds))
 
 
-def plan_to_extend(process: Process, content: Known) -> Plan | None:
-    """Return the plan to go on in the slot that holds *content*: nothing is restored or displaced."""
-    if (slot := process.slots.holder(content)) is None:
-        return None
-    return Plan(Start(slot.id, len(content.tokens), content.n_tokens), why=Why.EXTENDS)
-
-
 def plan_behind_media(process: Process, request: Request) -> Plan | None:
     """Return the plan to go on in a slot with the same text before its first image, if there is one.
 

@@ -19,7 +19,7 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -52,7 +52,7 @@ class Choice(Generic[C]):
     destined: TokenIds | None = None
 
 
-class Lease(Generic[C]):
+class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
     """The exclusive right to some slots; leaving the `with` block gives them back."""
 
     def __init__(self, queue: "SlotQueue", choice: Choice[C]) -> None:
@@ -66,9 +66,6 @@ class Lease(Generic[C]):
     def held(self) -> tuple[SlotId, ...]:
         """The slots that the request may use: neither given back nor handed over."""
         return () if self._keeper else tuple(self.reserved)
-
-    def __enter__(self) -> "Lease[C]":
-        return self
 
     def release(self, *_: object) -> None:
         """Give back all slots that were not handed over; a second call is harmless."""

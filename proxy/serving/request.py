@@ -125,7 +125,7 @@ class Request:
 
     @property
     def wants_stream(self) -> bool:
-        return self.body is not None and self.body.wants_stream
+        return self.body is not None and self.body.fields.get("stream") is True
 
     @property
     def words(self) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
-from proxy.errors import CacheFault, ProxyError, ServerAway
-from proxy.explain.report import Report
+from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.views import client_name
 from proxy.llama import requests
 from proxy.llama.client import Body
@@ -15,6 +14,7 @@ from proxy.llama.connection import end_to_end
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
+from proxy.serving.services import Services
 from proxy.serving.tenants import keys_of, tenant_of
 from proxy.tasks import Deadline
 from proxy.web.relay import Exchange
@@ -39,11 +39,10 @@ class Front:
     """Answers clients."""
 
     pool: Pool
-    report: Report
+    shared: Services
     unread: Unread
     max_requests: int
     aliases: requests.Aliases
-    secret: bytes
     deadline: Deadline
 
     async def handle(self, incoming: web.Request) -> web.StreamResponse:
@@ -52,7 +51,7 @@ class Front:
         # A host of models reads only the body of a POST, not its query.
         named = incoming.query.get("model", "") if may_load and incoming.method == "GET" else ""
         model, path = self.pool.split_path(incoming.path, named)
-        exchange = Exchange(incoming, path, self.unread, self.report)
+        exchange = Exchange(incoming, path, self.unread, self.shared.report)
         try:
             if not incoming.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
@@ -104,8 +103,8 @@ class Front:
                         raise
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
-        """Serve a generation request through the cache; raises as `Report.in_flight` and `Pool.serve`."""
-        headers = exchange.incoming.headers
+        """Serve a generation request through the cache; raises TooManyRequests, or as `Pool.serve`."""
+        headers, in_flight = exchange.incoming.headers, self.shared.journal.in_flight
         keys, session = keys_of(headers), " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
         request = exchange.request = Request(
             path=exchange.path,
@@ -113,7 +112,7 @@ class Front:
             keys=keys,
             relay=exchange.send,
             withdraw=exchange.withdraw,
-            tenant=tenant_of(keys, self.secret),
+            tenant=tenant_of(keys, self.shared.secret),
             # Bytes that are no UTF-8 came as surrogates.
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
@@ -123,15 +122,19 @@ class Front:
         try:
             async with self.deadline.ends_block():
                 body = await self._read_body(exchange.incoming)
-                with self.report.in_flight(request, self.max_requests):
-                    if request.receive(body, self.secret).wants_stream:
-                        exchange.writer.keep()
-                    await self.pool.serve(request)
+                if len(in_flight) >= self.max_requests:
+                    message = f"{self.max_requests} requests are being served already"
+                    raise TooManyRequests(message)
+                in_flight[request.id] = request
+                if request.receive(body, self.shared.secret).wants_stream:
+                    exchange.writer.keep()
+                await self.pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
-                self.report.unanswered(request, error)
+                self.shared.report.unanswered(request, error)
             raise
         finally:
+            in_flight.pop(request.id, None)
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
             exchange.request, request.foresee = None, not_looked_up
 

@@ -1,6 +1,7 @@
 """Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
 
 import asyncio
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -209,20 +210,17 @@ class Exchange:
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
         """Write *passed_on* to the client in place of a chunk of the answer, then read the chunk."""
-        self._heard.note()
+        self._heard.heard_at = time.monotonic()
         try:
             if passed_on:
                 self._is_in_event = not passed_on.endswith(b"\n\n")
                 self.writer.write(passed_on)
         finally:
-            self._read(chunk)
-
-    def _read(self, chunk: bytes) -> None:
-        self._reader.feed(chunk)
-        if self._first_token_at is None and self._reader.has_token:
-            self._first_token_at = self._heard.heard_at
-            if self.request:
-                self.request.answering.set()
+            self._reader.feed(chunk)
+            if self._first_token_at is None and self._reader.has_token:
+                self._first_token_at = self._heard.heard_at
+                if self.request:
+                    self.request.answering.set()
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
