@@ -61,8 +61,12 @@ class Account:
         self.plan, self.n_reused = plan, None
 
     @property
-    def _is_restored(self) -> bool:
-        return self.plan.start.restored is not None and not self.is_degraded
+    def n_expected(self) -> int:
+        """How many tokens an answer that begins now reuses, by llama-server's word or by the plan."""
+        if self.n_reused is not None:
+            return self.n_reused
+        is_refused = self.is_degraded and self.failure is Cause.RESTORE_REFUSED
+        return 0 if is_refused else self.plan.start.n_reused
 
     @property
     def _reuses_less(self) -> bool:
@@ -71,7 +75,7 @@ class Account:
     @property
     def is_ineffective_restore(self) -> bool:
         """Whether a restore that answered 200 was not reused as planned."""
-        return self._is_restored and self._reuses_less
+        return self.plan.start.restored is not None and not self.is_degraded and self._reuses_less
 
     @property
     def is_drift(self) -> bool:
@@ -95,7 +99,8 @@ class Account:
     @property
     def n_restored(self) -> int:
         """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        return (self.n_reused or 0) if self._is_restored else 0
+        is_restored = self.plan.start.restored is not None and not self.is_degraded
+        return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, Any]:
         """Return the plan, the reason for it and its result, as fields of a RequestRecord."""

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import date, datetime
 from itertools import islice
@@ -61,7 +61,10 @@ Keep = Literal["none", "tokens", "text"]
 
 
 class Told(NamedTuple):
-    """The additions to a client's answer: a header, and diagnostics in JSON, empty unless asked for."""
+    """The additions to a client's answer: a header, and diagnostics in JSON, empty unless asked for.
+
+    The header X-Prefix-Cache tells the plan, because llama-server's own counts come later.
+    """
 
     header: str = ""
     diagnostics: bytes = b""
@@ -82,7 +85,7 @@ class Journal:
     """
 
     def __init__(self, keep: Keep = "text", switched_on: Collection[str] = ()) -> None:
-        self._ended: OrderedDict[str, views.Explanation] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[views.RequestRecord, Judgement]] = OrderedDict()
         self.keep = keep
         self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep == "none" else MAX_PROMPTS)
@@ -95,14 +98,7 @@ class Journal:
 
     def add(self, record: views.RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
         """Remember a request that has just ended; the oldest one may be forgotten for it."""
-        cause, is_same = record.cause, judgement.is_same_conversation
-        self._ended[record.id] = views.Explanation(
-            request=record,
-            says=cause.says,
-            cure=cause.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
-            nearest=judgement.nearest,
-            divergence=judgement.divergence,
-        )
+        self._ended[record.id] = record, judgement
         self.n_recorded += 1
         self.today()
         if record.kind is not Kind.AHEAD and record.client != views.OWN_CLIENT:
@@ -141,7 +137,7 @@ class Journal:
         """Return the last requests, the newest first; of one conversation or client only, if given."""
         found = (
             record
-            for record in (each.request for each in self._newest())
+            for record, _ in reversed(self._ended.values())
             if (record.cause.is_miss or not only_misses)
             and conversation in ("", record.conversation)
             and client in ("", record.client)
@@ -150,14 +146,24 @@ class Journal:
 
     def explain(self, request_id: str) -> views.Explanation | None:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
+        newest, found = reversed(self._ended.values()), self._ended.get(request_id)
         if request_id == LAST:
             # A command's own requests are meant only if there are no others.
-            ended = (each for each in self._newest() if each.request.kind is not Kind.AHEAD)
-            own = views.OWN_CLIENT
-            return min(ended, key=lambda each: each.request.client == own, default=None)
-        if request_id == MISS:
-            return next((each for each in self._newest() if each.request.cause.is_miss), None)
-        return self._ended.get(request_id)
+            clients = (each for each in newest if each[0].kind is not Kind.AHEAD)
+            found = min(clients, key=lambda each: each[0].client == views.OWN_CLIENT, default=None)
+        elif request_id == MISS:
+            found = next((each for each in newest if each[0].cause.is_miss), None)
+        if found is None:
+            return None
+        record, judgement = found
+        cause, is_same = record.cause, judgement.is_same_conversation
+        return views.Explanation(
+            request=record,
+            says=cause.says,
+            cure=cause.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
+            nearest=judgement.nearest,
+            divergence=judgement.divergence,
+        )
 
     def with_costs(self, found: views.Explanation) -> views.Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
@@ -185,9 +191,6 @@ class Journal:
             f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
             f"{MAX_REQUESTS:,}, or the proxy was restarted since"
         )
-
-    def _newest(self) -> Iterator[views.Explanation]:
-        return reversed(self._ended.values())
 
 
 _Found = tuple[Judgement, KnownPrompt, Matches]
@@ -286,8 +289,13 @@ class Report:
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
         try:
-            foreseen, route, n_reused = request.foresee(), request.route, _n_reused(request)
-            header = _cache_header(request, foreseen.cause, n_reused)
+            foreseen, route, n_reused = request.foresee(), request.route, 0
+            header = f"cause={foreseen.cause.replace(' ', '-')}"
+            if (account := request.account) is not None:
+                n_reused = account.n_expected
+                is_open = request.extends or (request.prompt and request.prompt.is_before_media)
+                n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
+                header = f"reused={n_reused} {n_evaluated}{header}"
             named = asked_comparison(route, request.body) if request.body else None
             if named is None:
                 return Told(header)
@@ -420,25 +428,6 @@ class Report:
             "model": sketch.shortened(request.model, _N_MODEL),
             "conversation": xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS],
         }
-
-
-def _n_reused(request: "Request") -> int:
-    """Return how many tokens an answer that begins now reuses, by llama-server's word or by the plan."""
-    if (account := request.account) is None:
-        return 0
-    is_refused = account.is_degraded and account.failure is Cause.RESTORE_REFUSED
-    n_planned = 0 if is_refused else account.plan.start.n_reused
-    return n_planned if account.n_reused is None else account.n_reused
-
-
-def _cache_header(request: "Request", foreseen: Cause, n_reused: int) -> str:
-    """Return the value of X-Prefix-Cache: the plan, because llama-server's own counts come later."""
-    cause = f"cause={foreseen.replace(' ', '-')}"
-    if (account := request.account) is None:
-        return cause
-    is_open = request.extends or (request.prompt and request.prompt.is_before_media)
-    n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
-    return f"reused={n_reused} {n_evaluated}{cause}"
 
 
 def _from_shared_store(request: "Request") -> str | None:
