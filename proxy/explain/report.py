@@ -324,7 +324,7 @@ class Report:
         facts = account.describe() if account else {"why": request.why}
         assert answer is not None
         if account is not None and outcome is not Outcome.BYPASS:
-            self._count_tokens(account)
+            self._count(account)
         if answer.status >= 400:
             judgement = Judgement(Cause.REFUSED)
             outcome = Outcome.REFUSED if answer.status < 500 else Outcome.FAILED
@@ -332,7 +332,9 @@ class Report:
         if answer.is_broken:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
-        self._count_reuse(judgement, account)
+        if judgement.cause.is_miss:
+            self._metrics.misses.labels(judgement.cause, judgement.part).inc()
+            self._metrics.missed_tokens.labels(judgement.cause).inc(judgement.n_missed)
         if request.prompt and answer.timings and self._journal.keep != "none":
             n_answer = answer.timings.predicted_n
             self._journal.traced.append(views.traced(request.at, request.prompt, n_answer))
@@ -355,21 +357,15 @@ class Report:
         self._log.info("request", **views.line_of(record), says=views.in_words(record))
         self._journal.add(record, judgement)
 
-    def _count_tokens(self, account: Account) -> None:
+    def _count(self, account: Account) -> None:
+        """Count the tokens and seconds of a request."""
         metrics = self._metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-
-    def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
-        """Count what was missed, and what was saved."""
-        metrics, cause = self._metrics, judgement.cause
-        if cause.is_miss:
-            metrics.misses.labels(cause, judgement.part).inc()
-            metrics.missed_tokens.labels(cause).inc(judgement.n_missed)
-        if account is not None and (seconds := account.saved_seconds) is not None:
+        if (seconds := account.saved_seconds) is not None:
             source = "restored" if account.n_restored else "live"
             metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
             metrics.lost_seconds.inc(max(0.0, -seconds))

@@ -395,7 +395,11 @@ class CachedRequest:
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
                 process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
-            self._save_now()
+            content = process.slots[slot_id].content
+            is_at_risk = is_cut_at_risk(process.rule, content, process.n_believed_points)
+            # During a placement another request may be running in this slot already.
+            if (self._request.warms or is_at_risk) and not process.queue.is_placing:
+                self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):
@@ -483,12 +487,3 @@ class CachedRequest:
             detail = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, detail)
             process.blame(checkpoint, account.failure)
-
-    def _save_now(self) -> None:
-        """Save the slot if the request warms it, or a context checkpoint that is needed is about to go."""
-        process, slot_id = self._process, self._plan.slot_id
-        if process.queue.is_placing:
-            return  # another request may be running in this slot already
-        content, n_believed = process.slots[slot_id].content, process.n_believed_points
-        if self._request.warms or is_cut_at_risk(process.rule, content, n_believed):
-            self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))

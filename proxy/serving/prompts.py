@@ -196,13 +196,17 @@ class PromptReader:
             return 0
         body = rendering.body
         message = body.messages[newest]
-        has_several = _has_several_texts(message)
-        if _is_first_message(body, newest) and not has_several:
+        others = [{**message, "content": text} for text in _OTHER_TEXTS]
+        own = text_of(message, "content")
+        if _has_several_texts(message):
+            *before, last = message["content"]
+            texts = ({**last, "text": text} for text in _OTHER_TEXTS)
+            others = [{**message, "content": [*before, text]} for text in texts]
+            own = text_of(last, "text")
+        elif _is_first_message(body, newest):
             return 0
-        others = [_with_last_text(message, text) for text in _OTHER_TEXTS]
         find = partial(self._compare_replaced, rendering, newest, others)
-        part, name = (message["content"][-1], "text") if has_several else (message, "content")
-        if own := text_of(part, name):
+        if own:
             return await self._cut_at_ending(rendering, b"own", own, find)
         return (await find()).n_tokens
 
@@ -413,14 +417,6 @@ def _has_several_texts(message: dict[str, Any]) -> bool:
     """Return whether a message's content is several parts, the last of them a text."""
     content = message.get("content")
     return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
-
-
-def _with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a message with *text* instead of its text, or instead of its last part if it has several."""
-    if _has_several_texts(message):
-        *others, last = message["content"]
-        return {**message, "content": [*others, {**last, "text": text}]}
-    return {**message, "content": text}
 
 
 def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
