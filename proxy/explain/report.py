@@ -235,14 +235,13 @@ class Inquiry:
         return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)
 
     def _find(self, account: Account, request_id: str) -> _Found:
-        """Return the findings; they are computed again only if the outcome differs from the plan."""
-        facts = account.plan, account.n_reused, account.failure
-        if self._found is None or self._found[0] != facts:
-            self._found = facts, self._look(account, request_id)
-        return self._found[1]
+        """Return the findings; they are computed again only if the outcome differs from the plan.
 
-    def _look(self, account: Account, request_id: str) -> _Found:
-        """Compare the prompt; not if it continues the last prompt of its slot and reuses all of that."""
+        A prompt that continues the last prompt of its slot, and reuses all of that, is not compared.
+        """
+        facts = account.plan, account.n_reused, account.failure
+        if self._found is not None and self._found[0] == facts:
+            return self._found[1]
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep == "text"
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
@@ -250,12 +249,15 @@ class Inquiry:
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
         n_reused = account.n_reused or 0
         is_plain = account.failure is None and not account.n_restored
-        if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
-            if (last := known.continued(new, n_reused)) is not None:
-                return Judgement(Cause.HIT), new, (last, last)
-        matches = known.matches(new, self._known, self._planned_at)
-        judgement = judge_prompt(new, matches, account, self._process.rule, self._leased)
-        return judgement, new, matches
+        is_all_reused = is_plain and plan.n_shared <= n_reused + SLACK_TOKENS
+        if is_all_reused and (last := known.continued(new, n_reused)):
+            found: _Found = Judgement(Cause.HIT), new, (last, last)
+        else:
+            matches = known.matches(new, self._known, self._planned_at)
+            judgement = judge_prompt(new, matches, account, self._process.rule, self._leased)
+            found = judgement, new, matches
+        self._found = facts, found
+        return found
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
         """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more.

@@ -457,9 +457,10 @@ class CachedRequest:
 
     async def _enable_if_misread(self) -> None:
         """Serve requests of this shape from the cache again if the proxy itself misread the prompt."""
+        known, prompt, keys = self._process.reader.known, self._prompt, self._request.keys
         with suppress(errors.UpstreamFault):
-            if await self._process.reader.was_wrong(self._prompt, self._request.keys):
-                self._process.enable_shape(self._prompt.shape)
+            if prompt.text and await known.was_wrong(prompt.text, prompt.tokens, keys):
+                self._process.enable_shape(prompt.shape)
 
     def _confirm(self) -> None:
         """Compare the reuse with the plan."""

@@ -72,7 +72,7 @@ class PromptReader:
         self._upstream = upstream
         self._n_ctx = n_ctx
         self._shares_headers = shares_headers
-        self._known = KnownTexts(upstream)
+        self.known = KnownTexts(upstream)
         self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
@@ -95,7 +95,7 @@ class PromptReader:
         if is_before_media := has_media(body):
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
-        tokens = await self._known.tokenize(text, headers)
+        tokens = await self.known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if is_before_media:
@@ -272,7 +272,7 @@ class PromptReader:
         if n_cut := await self._tokens_before(rendering, end):
             return _Shared(n_cut, end)
         # A token straddles that point: compare the tokens of the two renderings.
-        other_tokens = await self._known.tokenize(other_text, rendering.headers)
+        other_tokens = await self.known.tokenize(other_text, rendering.headers)
         return _Shared(common_prefix_length(rendering.tokens, other_tokens), 0)
 
     async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
@@ -301,19 +301,11 @@ class PromptReader:
         text = await self._upstream.apply_template(raw, headers)
         if text != await self._upstream.apply_template(with_reasoning, headers):
             return TokenIds("i")
-        tokens = await self._known.tokenize(text, headers)
+        tokens = await self.known.tokenize(text, headers)
         next_body = GenerationBody(raw, {**body.fields, "messages": messages})
         rendering = _RenderedPrompt(text, tokens, next_body, headers)
         shared = await self._compare_replaced(rendering, len(messages) - 1, [other])
         return tokens[: shared.n_tokens]
-
-    async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
-        """Return whether a prompt was tokenized wrongly; if so, later ones are tokenized as a whole.
-
-        Raises UpstreamFault.
-        """
-        text, tokens = prompt.text, prompt.tokens
-        return bool(text) and await self._known.was_wrong(text, tokens, headers)
 
 
 def _length_if_prefix(remembered: TokenIds | None, tokens: TokenIds) -> int:
