@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from proxy import __version__
+from proxy import settings as configuration
 from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.launch import Launch
@@ -31,17 +32,7 @@ from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
 from proxy.serving.services import Services, new_shared, note_quarantined
-from proxy.settings import (
-    MAX_REQUESTS,
-    Settings,
-    admin_token,
-    admin_token_file,
-    parse_list,
-    parse_pairs,
-    parse_shared_store,
-    split_address,
-    upstream_urls,
-)
+from proxy.settings import MAX_REQUESTS, Settings, parse_list, split_address, upstream_urls
 from proxy.stabilize.model import parse_switches
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
@@ -120,7 +111,8 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 def open_tier(settings: Settings, shared: Services) -> "Tier | None":
     """Return the shared store, None if there is none to be used; raises SettingsError."""
-    store, (url, key_file, limits) = shared.opened_store, parse_shared_store(settings.shared_store)
+    store = shared.opened_store
+    url, key_file, limits = configuration.parse_shared_store(settings.shared_store)
     if store is None or store.files.is_readonly or not url:
         return None
     # Loaded only where `shared_store` is set.
@@ -144,10 +136,10 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     if shared.opened_store is not None:
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)
-    aliases, page = parse_pairs(settings.aliases), LivePage(shared, pool)
-    token, is_new = admin_token(settings)
+    aliases, page = configuration.parse_pairs(settings.aliases), LivePage(shared, pool)
+    token, is_new = configuration.admin_token(settings)
     if is_new:
-        path = str(admin_token_file(settings))
+        path = str(configuration.admin_token_file(settings))
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]

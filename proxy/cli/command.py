@@ -21,26 +21,12 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from proxy import settings
 from proxy.core.conditions import State
 from proxy.core.messages import member, object_in, text_of
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
-from proxy.settings import (
-    ADMIN_TOKEN,
-    ENVIRONMENT_PREFIX,
-    NAMES,
-    SCHEMA,
-    Settings,
-    complete_settings,
-    default_directory,
-    is_size,
-    kinds_of,
-    merge_settings,
-    reachable,
-    size_in_words,
-    token_to_show,
-    written,
-)
+from proxy.settings import SCHEMA, Settings, is_size, kinds_of, reachable, size_in_words, written
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -84,14 +70,14 @@ def settings_of(
     *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
     directory if it exists; "made" makes it; "any" takes it even if it does not exist.
     """
-    merged = merge_settings(flags, os.environ, config)
+    merged = settings.merge_settings(flags, os.environ, config)
     if directory != "given" and "slot_save_path" not in merged:
-        default = default_directory()
+        default = settings.default_directory()
         if directory == "made":
             default.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory == "any" or default.is_dir():
             merged["slot_save_path"] = str(default)
-    return complete_settings(merged, needs_directory=directory != "any")
+    return settings.complete_settings(merged, needs_directory=directory != "any")
 
 
 # The output of commands: tables for people, JSON for programs.
@@ -187,7 +173,7 @@ def setting_options(*names: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         command = _config_option(command)
-        for name in reversed(names or NAMES):
+        for name in reversed(names or settings.NAMES):
             command = _setting_option(name)(command)
         return command
 
@@ -208,7 +194,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 _config_option = click.option(
     "--config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    envvar=ENVIRONMENT_PREFIX + "CONFIG",
+    envvar=settings.ENVIRONMENT_PREFIX + "CONFIG",
     help="YAML file with settings; flags and LLAMA_PREFIX_CACHE_* beat it.",
 )
 
@@ -362,7 +348,7 @@ class RunningProxy:
             fail("llama-server refuses this API key: give --api-key KEY", Exit.USAGE)
         if reply.status == 401:
             asks = f"the proxy at {self.address} asks for its admin token"
-            usual = f"by default {ADMIN_TOKEN} in its --slot-save-path"
+            usual = f"by default {settings.ADMIN_TOKEN} in its --slot-save-path"
             fail(f"{asks}: give --admin-token-file FILE, {usual}", Exit.USAGE)
         status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
         fail(_complaint(reply.read()) or self._fail_foreign(), status)
@@ -424,8 +410,8 @@ def with_proxy(command: Command) -> Command:
     ) -> None:
         if slot_save_path is None:
             given = {"admin": admin, "admin_token_file": admin_token_file}
-            settings = settings_of(given, config, "any")
-            proxy = RunningProxy(reachable(settings.admin), token_to_show(settings))
+            own = settings_of(given, config, "any")
+            proxy = RunningProxy(reachable(own.admin), settings.token_to_show(own))
             command(proxy, **arguments)
         elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)

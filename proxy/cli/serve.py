@@ -14,6 +14,7 @@ from typing import Any
 import click
 import uvloop
 
+from proxy import settings as configuration
 from proxy.app import Running, run_proxy
 from proxy.cli import command
 from proxy.core.launch import (
@@ -32,17 +33,7 @@ from proxy.llama.connection import EventLoop
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run import process
-from proxy.settings import (
-    NAMES,
-    SCHEMA,
-    Settings,
-    complete_settings,
-    default_directory,
-    merge_settings,
-    reachable,
-    size_in_words,
-    split_address,
-)
+from proxy.settings import NAMES, SCHEMA, Settings, reachable, size_in_words, split_address
 
 _MOST_FILES = 10240
 """macOS allows no more (OPEN_MAX)."""
@@ -209,7 +200,7 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
     """
     try:
         program, arguments = process.split_command(words)
-        merged = merge_settings(flags, os.environ, config)
+        merged = configuration.merge_settings(flags, os.environ, config)
         launch = _plan(program, arguments, merged)
         if _ONLY_TELL & {*arguments}:
             sys.exit(subprocess.call(words))
@@ -259,7 +250,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         given,
         known,
         own_path=os.path.abspath(os.path.expanduser(own_path)) if own_path else None,
-        default_path=str(default_directory()) if needs_default else "",
+        default_path=str(configuration.default_directory()) if needs_default else "",
         free_port=process.free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
@@ -301,7 +292,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     own = {"upstream": launch.upstream, "upstream_api_key": api_key}
-    settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
+    settings = configuration.complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
         raise SettingsError(f"--port {launch.port} is the proxy's own: choose another")
     return settings

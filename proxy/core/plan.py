@@ -21,29 +21,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import itemgetter
 
-from proxy.core import saving
+from proxy.core import model, saving, slots
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops, worth_a_file
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    Cuts,
-    ExpectedState,
-    Prompt,
-    Rule,
-    SlotId,
-    usable_tokens,
-)
+from proxy.core.model import Candidate, Checkpoint, Cuts, Prompt, Rule, SlotId, usable_tokens
 from proxy.core.rates import Rates
-from proxy.core.slots import (
-    Empty,
-    Known,
-    Slot,
-    Unknown,
-    live_reuse,
-    must_be_erased,
-    n_busy,
-    shared_tokens,
-)
+from proxy.core.slots import Empty, Known, Slot, Unknown, live_reuse, must_be_erased, shared_tokens
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -182,11 +164,11 @@ class Situation:
     n_shared: int = 0
     time: float = 0.0
     sizes: Sequence[saving.StateSize] = ()
-    expected: tuple[ExpectedState, ...] = ()
+    expected: tuple[model.ExpectedState, ...] = ()
 
     @property
     def n_busy(self) -> int:
-        return n_busy(self.slots)
+        return slots.n_busy(self.slots)
 
 
 def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
@@ -330,7 +312,9 @@ def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
     return live_reuse(now.rule, content, n_common, prompt.n_tokens)[0]
 
 
-def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: Start) -> bool:
+def _is_done_sooner(
+    prompt: Prompt, now: Situation, state: model.ExpectedState, best: Start
+) -> bool:
     """Return whether to wait for an expected state: it saves more than *best* for little or no delay."""
     n_usable = expected_tokens(prompt, now.rule, state)
     seconds = max(0.0, state.expected_at - now.time)
@@ -340,7 +324,7 @@ def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: 
     return is_longer and seconds < WORTH_WAITING_SHARE * best.seconds
 
 
-def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
+def expected_tokens(prompt: Prompt, rule: Rule, state: model.ExpectedState) -> int:
     """Return how many tokens of a state that is about to be saved a prompt can reuse."""
     if state.namespace != prompt.namespace:
         return 0

@@ -27,14 +27,9 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, TAINTED, Empty, Origin, Sl
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
+from proxy.llama import files as state_files
 from proxy.llama.client import LlamaServer, Props
-from proxy.llama.files import (
-    StateFile,
-    fingerprint_model,
-    has_two_caches,
-    lacks_window,
-    read_state_file,
-)
+from proxy.llama.files import StateFile, fingerprint_model, has_two_caches, read_state_file
 from proxy.log import get_logger
 from proxy.servers.background import time_disk
 from proxy.serving.launches import Launches, note_emptied
@@ -215,7 +210,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
     meta, adapters = await upstream.model_meta(), await upstream.lora_adapters()
     n_vocab, path = meta.n_vocab, Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
-    process.saver.may_have_window = not await asyncio.to_thread(lacks_window, path)
+    process.saver.may_have_window = not await asyncio.to_thread(state_files.lacks_window, path)
     identity = {
         "model": fingerprint or f"{path} {meta.size}",
         "n_vocab": n_vocab,

@@ -16,42 +16,14 @@ from weakref import WeakSet
 
 from cachetools import LRUCache
 
+from proxy import errors
+from proxy.core import model, slots
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import (
-    NO_RULE,
-    Candidate,
-    Checkpoint,
-    Prompt,
-    Quarantine,
-    Rule,
-    SlotId,
-    tenant_namespace,
-    tenant_without_key,
-)
+from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
-from proxy.core.slots import (
-    TAINTED,
-    UBATCH_TOKENS,
-    Content,
-    Empty,
-    Known,
-    Slot,
-    SlotTable,
-    Unknown,
-    after_evaluation,
-    as_restored,
-    n_believed_points,
-)
+from proxy.core.slots import TAINTED, UBATCH_TOKENS, Content, Empty, Known, Slot, SlotTable, Unknown
 from proxy.core.tokens import Namespace
-from proxy.errors import (
-    NoRoom,
-    StoreFault,
-    UpstreamFault,
-    UpstreamLost,
-    UpstreamRefused,
-    UpstreamUnreachable,
-)
 from proxy.explain.causes import Cause
 from proxy.health import CannotCache
 from proxy.llama.client import Headers, SlotStatus, Timings
@@ -184,15 +156,15 @@ class Process(ServerServices):
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
         if self.queue.is_closed:
-            raise UpstreamUnreachable("llama-server was replaced meanwhile")
+            raise errors.UpstreamUnreachable("llama-server was replaced meanwhile")
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
         """Return the namespace of one tenant of this model."""
-        return tenant_namespace(self.model_namespace, self.tenant_here(tenant))
+        return model.tenant_namespace(self.model_namespace, self.tenant_here(tenant))
 
     def tenant_here(self, tenant: bytes) -> bytes:
         """Return the tenant that counts here: the salt always counts, the key may not."""
-        return tenant_without_key(tenant) if self.is_one_tenant else tenant
+        return model.tenant_without_key(tenant) if self.is_one_tenant else tenant
 
     # What the index remembers of a model, beyond one process.
 
@@ -206,8 +178,8 @@ class Process(ServerServices):
 
     def _name_here(self, name: str) -> str:
         points = "with" if self.saves_context_checkpoints else "without"
-        model = (self.model_namespace or b"").hex()
-        return name.format(model=model, build=self.build, points=points)
+        model_name = (self.model_namespace or b"").hex()
+        return name.format(model=model_name, build=self.build, points=points)
 
     # What is wrong with this process; nothing is noted once the process is gone.
 
@@ -230,7 +202,7 @@ class Process(ServerServices):
         try:
             yield
         except fault_type as fault:
-            if not isinstance(fault, NoRoom):
+            if not isinstance(fault, errors.NoRoom):
                 self.degrade(kind, str(fault))
             raise
         self.recover(kind)
@@ -275,12 +247,12 @@ class Process(ServerServices):
     @property
     def n_believed_points(self) -> int:
         """How many of the newest context checkpoints of a live slot a plan counts on."""
-        return n_believed_points(self.n_kept_points)
+        return slots.n_believed_points(self.n_kept_points)
 
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
         is_far_apart = self.rule.is_end_only
-        return after_evaluation(
+        return slots.after_evaluation(
             before,
             prompt,
             n_generated=n_generated,
@@ -292,7 +264,7 @@ class Process(ServerServices):
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
-        with self.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
+        with self.watching(DegradationKind.SLOTS_NOT_SHOWN, errors.UpstreamRefused):
             return await self.upstream.slots()
 
     # The actions on a leased slot.
@@ -320,7 +292,7 @@ class Process(ServerServices):
         self.slots.set_content(slot_id, TAINTED)
         # Without --slot-save-path llama-server refuses erases too: that is told already.
         kind = DegradationKind.ERASES_REFUSED
-        with self.watching(kind, UpstreamFault) if self.can_cache else nullcontext():
+        with self.watching(kind, errors.UpstreamFault) if self.can_cache else nullcontext():
             await self.upstream.erase(slot_id)
         self.slots.set_content(slot_id, Empty())
 
@@ -332,7 +304,7 @@ class Process(ServerServices):
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id))
-            with self.faults.suppressed("erase", UpstreamFault):
+            with self.faults.suppressed("erase", errors.UpstreamFault):
                 await self.finish(lease, self.erase(slot_id))
 
     async def overwrite(self, slot_id: SlotId) -> None:
@@ -352,32 +324,32 @@ class Process(ServerServices):
         self.require_alive()
         checkpoint = restored.checkpoint
         if self.store.is_quarantined(checkpoint):  # since the plan was made
-            raise StoreFault(f"{checkpoint.file_name} is quarantined")
+            raise errors.StoreFault(f"{checkpoint.file_name} is quarantined")
         tokens = self.store.index.tokens(checkpoint.id)
         try:
             if tokens is None:
-                raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
+                raise errors.StoreFault(f"tokens of {checkpoint.file_name} are gone")
             async with self.store.using(checkpoint):
-                with self.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
+                with self.watching(DegradationKind.RESTORES_REFUSED, errors.UpstreamFault):
                     await self._load(slot_id, restored, waited_seconds)
-        except StoreFault:
+        except errors.StoreFault:
             # The store has removed what is damaged; what only changed is verified at its next use.
             self.metrics.restores.labels("missing").inc()
             raise
-        except UpstreamLost:
+        except errors.UpstreamLost:
             self.metrics.restores.labels("ended").inc()
             await self.quarantine_suspects(slot_id)
             raise
-        except UpstreamFault as fault:
+        except errors.UpstreamFault as fault:
             self.metrics.restores.labels("refused").inc()
             # 200: llama-server has restored less than the file has (`_load`).
-            is_contradiction = isinstance(fault, UpstreamRefused) and fault.status in (200, 400)
-            if is_contradiction and not await self.has_ended():
+            status = fault.status if isinstance(fault, errors.UpstreamRefused) else 0
+            if status in (200, 400) and not await self.has_ended():
                 self.blame(checkpoint, Cause.RESTORE_REFUSED)
             raise
         self.metrics.restores.labels("done").inc()
         self.metrics.restored_bytes.inc(checkpoint.size_bytes)
-        content = as_restored(checkpoint, tokens, self.store.lineage(checkpoint))
+        content = slots.as_restored(checkpoint, tokens, self.store.lineage(checkpoint))
         self.slots.set_content(slot_id, content)
 
     async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:
@@ -388,7 +360,7 @@ class Process(ServerServices):
             began = time.monotonic()
             try:
                 n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
-            except UpstreamRefused as refusal:
+            except errors.UpstreamRefused as refusal:
                 if refusal.status == 400:
                     # A restore that fails clears the slot (server-context.cpp, SLOT_RESTORE).
                     self.slots.set_content(slot_id, Empty())
@@ -400,7 +372,7 @@ class Process(ServerServices):
             checkpoint.size_bytes, waited_seconds + seconds, is_warm=restored.is_warm
         )
         if n_restored != checkpoint.n_tokens:
-            raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
+            raise errors.UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
     async def _empty_another(self, slot_id: SlotId) -> bool:
         """Empty a slot for a restore that was refused; return False if no other slot takes its cells.
@@ -416,7 +388,7 @@ class Process(ServerServices):
                 await self.empty(other.id)
                 if isinstance(other.content, Empty):
                     return True
-        raise NoRoom("context", "other slots hold so much that a state cannot be restored")
+        raise errors.NoRoom("context", "other slots hold so much that a state cannot be restored")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, n_tokens: int, headers: Headers
@@ -428,7 +400,7 @@ class Process(ServerServices):
         self.slots.set_content(slot_id, evaluating)
         try:
             timings = await self.upstream.evaluate(slot_id, tokens, headers)
-        except UpstreamLost:
+        except errors.UpstreamLost:
             await self.quarantine_suspects(slot_id)
             raise
         self.learn_evaluation(timings)
@@ -465,9 +437,9 @@ class Process(ServerServices):
         names = [checkpoint.file_name for checkpoint in suspects]
         get_logger("cache").warning(f"quarantined: {ENDED_LLAMA_SERVER}", files=names)
         try:
-            quarantine = Quarantine(ENDED_LLAMA_SERVER, time.time())
+            quarantine = model.Quarantine(ENDED_LLAMA_SERVER, time.time())
             await self.store.quarantine_for_good(suspects, quarantine)
-        except StoreFault as fault:
+        except errors.StoreFault as fault:
             # Until its next start the proxy does not offer the suspects.
             self.faults.record("quarantine", fault)
         finally:
@@ -480,6 +452,6 @@ class Process(ServerServices):
 
     def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Note why a checkpoint is gone, for the explanations of requests that miss it."""
-        with suppress(StoreFault):  # only the explanations suffer
+        with suppress(errors.StoreFault):  # only the explanations suffer
             tokens = self.store.index.tokens(checkpoint.id)
             self.journal.note_loss(checkpoint.namespace, tokens, cause)

@@ -22,18 +22,8 @@ from proxy.core.messages import (
     text_of,
     without_reminders,
 )
-from proxy.stabilize.model import (
-    Draft,
-    Json,
-    Marks,
-    is_of_model,
-    is_text,
-    list_name,
-    messages_of,
-    plain_text,
-    with_items,
-    with_list,
-)
+from proxy.stabilize import model
+from proxy.stabilize.model import Draft, Json, Marks, is_of_model, is_text, plain_text, with_list
 
 _BILLING_HEADERS = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n+|\Z))+")
 _MARK = "cache_control"
@@ -61,7 +51,7 @@ def drop_cache_control_of_request(draft: Draft) -> None:
     """Remove the marks from the request, except from its messages."""
     draft.body = _unmarked(draft.body)
     for name in ("system", "tools"):
-        draft.body = with_items(draft.body, name, _unmarked)
+        draft.body = model.with_items(draft.body, name, _unmarked)
 
 
 def _unmarked(part: Any) -> Any:
@@ -69,7 +59,7 @@ def _unmarked(part: Any) -> Any:
         return part
     if _MARK in part:
         part = {key: value for key, value in part.items() if key != _MARK}
-    return with_items(part, "content", _unmarked)
+    return model.with_items(part, "content", _unmarked)
 
 
 # Text beside tool results in one Anthropic message. llama-server moves the texts of the message into one
@@ -164,7 +154,7 @@ def tool_reference_text(draft: Draft, message: Json) -> list[Json]:
         parts = enumerate(list_of(block.get("content")))
         return with_list(block, "content", [_in_words(p, "\n" * bool(i)) for i, p in parts])
 
-    return [with_items(message, "content", _in_words if is_system(message) else in_result)]
+    return [model.with_items(message, "content", _in_words if is_system(message) else in_result)]
 
 
 _CHANGES = {
@@ -350,7 +340,7 @@ _RENDERED = ("content", "text", "output", "name", "arguments", "function", "tool
 
 def conversation_of(route: Route, body: Json) -> list[Json]:
     """Return the messages behind the system prompt; raises UnknownShape."""
-    messages = messages_of(route, body)
+    messages = model.messages_of(route, body)
     return messages[n_leading_system(messages) :]
 
 
@@ -387,7 +377,7 @@ def wanted_tokens(body: Json) -> int | None:
 
 def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
     """Return the body with its conversation cut to message *asked*, if any, and those from *first* on."""
-    messages = messages_of(route, body)
+    messages = model.messages_of(route, body)
     header = messages[: n_leading_system(messages)]
     conversation = messages[len(header) :]
     kept = conversation[first:]
@@ -398,7 +388,7 @@ def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
             content = kept[0].get("content")
             own = content if isinstance(content, list) else [_new_text(route, str(content or ""))]
             kept[0] = {**kept[0], "content": [*surroundings, *own]}
-    return {**body, list_name(route): [*header, *kept]}
+    return {**body, model.list_name(route): [*header, *kept]}
 
 
 def _surroundings(first: Json) -> list[Json]:

@@ -22,20 +22,9 @@ from proxy.core.messages import (
     text_of,
     without_reminders,
 )
+from proxy.stabilize import model
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
-from proxy.stabilize.model import (
-    COUNT,
-    DATE,
-    ID,
-    MAX_VARIANTS,
-    Draft,
-    Json,
-    call_key,
-    key_of,
-    plain_text,
-    with_items,
-    with_list,
-)
+from proxy.stabilize.model import COUNT, ID, Draft, Json, call_key, plain_text, with_list
 
 # Words at the beginning of a prompt that a conversation keeps as first sent: one mechanism for dates, names
 # of sessions, counts and the texts of tools. The text around such words identifies their place. The newest
@@ -66,7 +55,7 @@ class _Changing(NamedTuple):
     """Whether the newest user message tells the model the present words."""
 
 
-_DATES = _Changing("date", DATE, lambda found: found["words"])
+_DATES = _Changing("date", model.DATE, lambda found: found["words"])
 _IDS = _Changing(
     "name of this session", _LINE_WITH_ID, lambda found: ID.sub(_MASK, found[0]), is_shared=True
 )
@@ -150,7 +139,7 @@ class _Holding:
     def _kept(self, where: str, found: re.Match[str]) -> str:
         """Return the words to send in place of those found."""
         words, around = found[0], self._kind.around(found)
-        place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
+        place = model.key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
         first = self._held_first.get(place)
@@ -216,7 +205,7 @@ def keep_tool_order(draft: Draft) -> None:
         raise UnknownShape("tools has two of one name")
     if not tools:
         return
-    keys = draft.key("tool order"), key_of("tool order", draft.facts.tenant, draft.route)
+    keys = draft.key("tool order"), model.key_of("tool order", draft.facts.tenant, draft.route)
     orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
     positions = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
     # Sorting is stable, so unknown tools keep the client's order at the end.
@@ -273,7 +262,7 @@ def restore_tool_arguments(draft: Draft, message: Json) -> list[Json]:
         return [message]
     is_anthropic = draft.route is Route.MESSAGES
     key, restored = ("content", in_block) if is_anthropic else ("tool_calls", in_call)
-    return [with_items(message, key, restored)]
+    return [model.with_items(message, key, restored)]
 
 
 def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
@@ -311,7 +300,7 @@ def choose_call(
     values = {call: value for call in made if (value := object_in(call[1])) is not None}
     exact = [c for c, v in values.items() if c[0] == name and encode(v) == encode(returned)]
     # Where some were forgotten, those that are left may be of other conversations.
-    known = values if len(made) < MAX_VARIANTS else {}
+    known = values if len(made) < model.MAX_VARIANTS else {}
     alike = [c for c, v in known.items() if _came_back_as(c[0], v, name, returned)]
     candidates = exact or alike
     return candidates[0] if len(candidates) == 1 else None

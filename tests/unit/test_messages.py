@@ -138,10 +138,6 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
             "not found, or no program. Give llama-server's path: llama-prefix-cache run",
         ),
         (("run", "-m", "model.gguf"), "run [OPTIONS] -- COMMAND"),
-        (("trace", "show", "/etc/hostname"), "not what `trace export` writes"),
-        (("trace", "export", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
-        (("trace", "export", "/no/such/x.jsonl"), "/no/such does not exist"),
-        (("trace", "export", "-"), "not to the standard output: name a file"),
         (("export", "5d3a90c2", "-o", "-"), "not to the standard output: name a file"),
         (("bench", "--report", "THERE"), "is there already. Replace it? Nothing was done: --yes"),
         (("bench", "--report", "/no/such/report.json"), "/no/such does not exist"),
@@ -266,9 +262,8 @@ def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
     assert "command not found" in told("run", "--", program)[1]
 
 
-@pytest.mark.parametrize("group", [(), ("trace",)])
-def test_commands_are_told_in_whole_sentences(group: tuple[str, ...]) -> None:
-    said = CliRunner().invoke(main, [*group, "--help"]).output
+def test_commands_are_told_in_whole_sentences() -> None:
+    said = CliRunner().invoke(main, ["--help"]).output
     assert "..." not in said.partition("Commands:")[2]
 
 
