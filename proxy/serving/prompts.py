@@ -356,9 +356,11 @@ class KnownTexts:
             self._texts.remove(earlier[0])
         self._texts.append((text, tokens))
         if self._is_mark_sought:
-            self._is_mark_sought = False
+            self._is_mark_sought, ending = False, text[-_SEARCHED_CHARACTERS:]
             with suppress(UpstreamFault):
-                await self._seek_mark(text[-_SEARCHED_CHARACTERS:], headers)
+                pieces = await _to_last_special_token(self._upstream, ending, headers)
+                if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
+                    self._mark = piece, pieces[-1].id
         return tokens
 
     async def was_wrong(self, text: str, tokens: TokenIds, headers: Headers) -> bool:
@@ -395,11 +397,6 @@ class KnownTexts:
                         at = backwards.index(mark_id, at + 1)
                     n_best, best = begin, tokens[: len(tokens) - 1 - at]
         return n_best, best
-
-    async def _seek_mark(self, ending: str, headers: Headers) -> None:
-        pieces = await _to_last_special_token(self._upstream, ending, headers)
-        if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
-            self._mark = piece, pieces[-1].id
 
 
 # Messages with other texts, to see where renderings differ.
