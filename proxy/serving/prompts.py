@@ -356,7 +356,8 @@ class KnownTexts:
             self._texts.remove(earlier[0])
         self._texts.append((text, tokens))
         if self._is_mark_sought:
-            self._is_mark_sought, ending = False, text[-_SEARCHED_CHARACTERS:]
+            self._is_mark_sought = False
+            ending = text[-_SEARCHED_CHARACTERS:]
             with suppress(UpstreamFault):
                 pieces = await _to_last_special_token(self._upstream, ending, headers)
                 if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
