@@ -32,6 +32,7 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b
+from math import inf
 
 from cachetools import LRUCache
 
@@ -194,7 +195,7 @@ class Server(Watched):
         self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
-        self._attached_at = 0.0
+        self._retry_at = 0.0
         self._is_starting = launch is not None
         self._log = get_logger("lifecycle")
 
@@ -321,7 +322,7 @@ class Server(Watched):
         elif props.is_sleeping:  # --sleep-idle-seconds: its slots will be empty when it wakes
             for slot in last.slots.free():
                 last.slots.set_content(slot.id, Empty())
-        elif not last.can_cache and time.monotonic() >= self._attached_at + RETRY_SECONDS:
+        elif not last.can_cache and time.monotonic() >= self._retry_at:
             if not (last.queue.n_waiting or any(slot.is_leased for slot in last.slots)):
                 self._close()
                 self.enter(Phase.ATTACHING)
@@ -364,7 +365,9 @@ class Server(Watched):
         self._outlast_strangers(process)
         self._degradations.end(*before)
         self.services.served[self.upstream.target] = process
-        self._attached_at = time.monotonic()
+        # Each try would leave another file in llama-server's directory.
+        is_elsewhere = obstacle is not None and obstacle.kind is DegradationKind.OTHER_DIRECTORY
+        self._retry_at = inf if is_elsewhere else time.monotonic() + RETRY_SECONDS
         self.process = process
         self.enter(Phase.ATTACHED)
         process.queue.on_idle = self.on_idle

@@ -257,7 +257,7 @@ class Saver:
                 stamp, state = files.stamp(name), read_state_file(path)
             parts = files.parts(name, state.part_sizes)
         except FileNotFoundError as error:
-            detail = f"nothing came to {path.parent}"
+            detail = f"{name} did not come to {path.parent}: delete it where it is"
             raise CannotCache(DegradationKind.OTHER_DIRECTORY, detail) from error
         except OSError as error:
             detail = f"{path}: {error.strerror}"

@@ -248,6 +248,7 @@ class StoreDirectory:
 
     def update(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Replace records durably: first beside their files, then in the index."""
+        self.require_disk()
         self.write_sidecars(checkpoints)
         self.index.put(newer=Newer(checkpoints))
 

@@ -271,6 +271,20 @@ async def test_attachment_that_failed_is_tried_again(
         assert (await rig.health())["state"] == "caching"
 
 
+async def test_server_of_another_directory_gets_no_file_at_each_try(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would stay there, for nobody knows where that is."""
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
+    async with start_rig(faults=Faults(saves_nothing=True)) as rig:
+        (reason,) = (await rig.health())["reasons"]
+        (save,) = rig.server.seen_at("save")
+        assert save.fields["filename"] in reason["reason"]
+        n_looks = len(rig.server.seen_at("props"))
+        await until(lambda: len(rig.server.seen_at("props")) > n_looks + 2)
+        assert rig.server.seen_at("save") == [save]
+
+
 async def test_slots_found_full_are_adopted(start_rig: StartRig) -> None:
     async with start_rig(idle_save_seconds=60.0) as rig:
         await rig.stop_proxy()

@@ -475,6 +475,7 @@ async def test_disk_that_is_unmounted_and_mounted_again_loses_nothing(
             store.verify(checkpoint),
             store.reserve(Claim(100, Present(0.0))),
             store.commit(*state),
+            store.pin(checkpoint.id, is_pinned=True),
         ):
             with pytest.raises(StoreFault):
                 await refused
