@@ -38,6 +38,10 @@ class Gone(SharedStoreFault):
     """An object is not there, or no longer: a miss, not a fault of the store."""
 
 
+class Denied(StateDamaged):
+    """An object may not be read now."""
+
+
 class Bucket:
     """The objects under one URL."""
 
@@ -87,7 +91,7 @@ class Bucket:
                 yield [each for each in found if each is not None]
 
     async def read(self, name: str) -> bytes:
-        """Return a small object; raises Gone if it is not there, StateDamaged if it may not be read."""
+        """Return a small object; raises Gone if it is not there, Denied if it may not be read."""
         with self._translated():
             try:
                 getting = self._obstore.get_async(await self._opened(), name)
@@ -97,7 +101,7 @@ class Bucket:
                 denied = self._obstore.exceptions.PermissionDeniedError
                 # Of a directory only the text tells it.
                 if isinstance(error, denied) or "(os error 13)" in str(error):
-                    raise StateDamaged(_told(error)) from error
+                    raise Denied(_told(error)) from error
                 raise
 
     async def stream(

@@ -16,7 +16,7 @@ from proxy.core.sharing import SharedLimits, choose_deletions
 from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
 from proxy.shared import objects
-from proxy.shared.bucket import Gone
+from proxy.shared.bucket import Denied, Gone
 from proxy.shared.objects import META, ORPHAN_SECONDS, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
@@ -51,6 +51,7 @@ class Tier:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
         self._looks: dict[tuple[str, bool], tuple[float, Look]] = {}
+        self._denied = set[CheckpointId]()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -113,6 +114,8 @@ class Tier:
         began = time.monotonic()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
+            if is_full:  # what might not be read is tried again
+                self.remote.known -= self._denied
             known = set(self.remote.known) if is_full else set[CheckpointId]()
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = None if is_full else f"{under}/{since}"
@@ -154,17 +157,22 @@ class Tier:
             self.remote.log.warning("states of another machine are not used", says=says)
 
     async def _read(self, each: Listed) -> Meta | None:
+        checkpoint_id = objects.index_id(each.id)
         try:
             if each.size_bytes > _MOST_META_BYTES:
                 raise StateDamaged("it is too large")
             sealed = await self.remote.bucket.read(each.name)
+            self._denied.discard(checkpoint_id)
             return objects.decode_meta(self.remote.sealing.open_whole(each.name, sealed))
         except Gone:
             return None
         except (ValueError, StateDamaged) as error:
-            self.remote.known.add(objects.index_id(each.id))  # it is not read again
-            told = {"name": each.name, "why": str(error)}
-            self.remote.log.warning("a record in the shared store is refused", **told)
+            self.remote.known.add(checkpoint_id)  # it is not read again
+            if checkpoint_id not in self._denied:
+                told = {"name": each.name, "why": str(error)}
+                self.remote.log.warning("a record in the shared store is refused", **told)
+            if isinstance(error, Denied):
+                self._denied.add(checkpoint_id)
             return None
 
     async def _compare(

@@ -362,6 +362,9 @@ async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: Fa
         link.harm(Fault.SKEWED, only=f"{refused.shared_id}.meta")
         assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
         assert not b.degradations.kinds
+        link.heal()
+        assert not await b.find(run_of(3000)), "it is asked for with everything, not every ten seconds"
+        assert await b.find(run_of(3000), is_full=True)
 
 
 async def test_record_of_another_user_in_a_directory_hides_no_other(
