@@ -55,6 +55,7 @@ class Bucket:
             raise SettingsError(_NEEDED) from error
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
         self._look: asyncio.Future[None] | None = None
+        self.url, self.was_mounted = url.rstrip("/"), False
         scheme, _, rest = url.partition("://")
         self._directory = Path(rest).absolute() if scheme == "file" else None
         if self._directory:
@@ -144,7 +145,7 @@ class Bucket:
                 await _within(_SILENT_SECONDS, deleting)
 
     async def _opened(self) -> Any:
-        """Return the store; raises SharedStoreFault if its directory is not there, as before it is mounted.
+        """Return the store; raises SharedStoreFault if its directory is not there, or not mounted any more.
 
         A look that hangs keeps its thread, so there is one at a time.
         """
@@ -161,6 +162,10 @@ class Bucket:
             raise SharedStoreFault(
                 f"{directory}: no such directory: mount it, or make it (mkdir -m 700)"
             )
+        is_mounted = directory.stat().st_dev != directory.parent.stat().st_dev
+        if self.was_mounted and not is_mounted:
+            raise SharedStoreFault(f"{directory} is not mounted as before: mount it")
+        self.was_mounted = is_mounted
         if self._store is None:
             self._store = self._obstore.store.from_url(f"file://{directory}")
             # What is written when its process is killed stays under such a name, and is not listed.

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
 
-from msgspec.structs import replace
+import msgspec
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
@@ -30,13 +30,14 @@ from proxy.metrics import Metrics
 from proxy.shared import objects
 from proxy.shared.bucket import Bucket, Gone
 from proxy.shared.objects import META, STATE, USED, Sealing
-from proxy.store.index import Entry, Index
+from proxy.store.index import Entry, Index, Newer
 from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
 _FOLDER = "shared-index"
 _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
+_PLACE, _MOUNTED = "place", "mounted"
 _MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
@@ -65,6 +66,11 @@ class Remote:
         """Open the index; raises StoreFault."""
         self.tasks, self.has_failed, self.log = Tasks(), asyncio.Event(), get_logger("shared")
         self.index = _opened(self.store.files.directory / _FOLDER)
+        self._place = self.sealing.name(b"place", self.bucket.url.encode())
+        if self.index.value(_PLACE, str) not in (None, self._place):
+            self._move()
+        self.index.put_value(_PLACE, self._place)
+        self.bucket.was_mounted = self.index.value(_MOUNTED, str) == self._place
         self.known, self.refused = set(self.index.ids()), set[str]()
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
@@ -77,6 +83,12 @@ class Remote:
         """What tenants of this directory are called on all machines that have the key file."""
         self._owners: dict[Namespace, Owner] = {}
         self._failing: dict[str, int] = {}
+
+    def _move(self) -> None:
+        """Forget what was elsewhere, or under another key: own states are to be uploaded again."""
+        gone = [replace(c, shared_id="") for c in self.store if c.shared_id and not c.is_fetched]
+        self.store.index.put(newer=Newer(gone))
+        self.index.begin_rebuild("shared_store is another")
 
     async def close(self) -> None:
         """End what runs."""
@@ -101,7 +113,7 @@ class Remote:
         if (owner := self._owners.get(namespace)) is None or not owner.tenant:
             return owner
         name = self.tenants.get(owner.tenant)
-        return replace(owner, tenant=name) if name else None
+        return msgspec.structs.replace(owner, tenant=name) if name else None
 
     def models_in(self, folder: str) -> list[tuple[Namespace, KnownNamespace]]:
         """Return the namespaces of this directory that are called *folder*, with their models."""
@@ -179,7 +191,8 @@ class Remote:
 
     async def enter(self, *entries: Entry) -> None:
         """Know states from now on."""
-        await self.write(partial(self.index.put, *entries))
+        mounted = {_MOUNTED: self._place} if self.bucket.was_mounted else {}
+        await self.write(partial(self.index.put, *entries, newer=Newer(values=mounted)))
         self.known.update(checkpoint.id for checkpoint, *_ in entries)
 
     async def forget(self, checkpoint: Checkpoint, *, is_gone: bool = True) -> None:

@@ -12,6 +12,7 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointKind
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.store.files import final_name_of, id_of, temporary_name_of
 from proxy.store.store import CheckpointStore
+from tests.lab.page_cache import folder_on_disk
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
@@ -92,3 +93,18 @@ def opened(
 def store(tmp_path: Path) -> Iterator[CheckpointStore]:
     with opened(tmp_path) as store:
         yield store
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on another disk than the test's own."""
+    with folder_on_disk() as folder:
+        if folder.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs two file systems")
+        yield folder
+
+
+def mount(disk: Path, at: Path) -> None:
+    """Let a disk, or what lies below it, be seen at a place."""
+    at.unlink(missing_ok=True)
+    at.symlink_to(disk)

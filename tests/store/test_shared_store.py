@@ -42,7 +42,7 @@ from tests.lab.faulty_link import Conditions, Fault, FaultyLink
 from tests.lab.patience import wait_for_shared_store
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
-from tests.store.conftest import branch, new_state, opened, run_of
+from tests.store.conftest import branch, mount, new_state, opened, run_of
 from tests.store.test_store import hold_writer
 from tests.unit.state_files import attention, state_file, words
 
@@ -363,7 +363,9 @@ async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: Fa
         assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
         assert not b.degradations.kinds
         link.heal()
-        assert not await b.find(run_of(3000)), "it is asked for with everything, not every ten seconds"
+        assert not await b.find(run_of(3000)), (
+            "it is asked for with everything, not every ten seconds"
+        )
         assert await b.find(run_of(3000), is_full=True)
 
 
@@ -878,6 +880,46 @@ async def test_directory_that_is_mounted_after_the_start_is_used_from_then_on(
         shared.mkdir()
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         await until(lambda: not a.degradations.kinds)
+
+
+async def test_mount_point_that_nothing_is_mounted_at_any_more_is_not_written(
+    start: Start, tmp_path: Path, disk: Path
+) -> None:
+    """Not after a restart either, as after a power cut from which the machine is back before the NAS."""
+    place, below = tmp_path / "place", tmp_path / "below"
+    below.mkdir()
+    mount(disk, place)
+    async with start("a", f"file://{place}") as a:
+        await a.save(run_of(3000))
+        mount(below, place)
+        await a.commit(run_of(3000, start=5000))
+        await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
+    async with start("a", f"file://{place}") as a:
+        await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
+        assert not objects_in(below)
+        mount(disk, place)
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+
+
+async def test_states_go_to_another_shared_store_or_under_another_key_once(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens, other = run_of(3000), tmp_path / "other"
+    other.mkdir()
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        assert await b.find(tokens) and await b.fetch(tokens)
+    for url, key in ((f"file://{other}", KEY), ("", Sealing(b"o" * 64))):
+        async with start("a", url, sealing=key) as a:
+            assert not list(a.tier.remote.find(OURS, tokens))
+            await a.tier.uploads.drain(SECOND)
+            assert a.sample("shared_states_total", direction="up") == 1
+        async with start("a", url, sealing=key) as a, start("b", url, sealing=key) as b:
+            assert await b.find(tokens) and await a.find(tokens)
+            await a.tier.uploads.drain(SECOND)
+            await b.tier.uploads.drain(SECOND)
+    assert len([each for each in objects_in(other) if each.suffix == ".state"]) == 1
+    assert len([each for each in objects_in(tmp_path / "shared") if each.suffix == ".state"]) == 2
 
 
 async def test_state_in_a_directory_that_is_unmounted_is_not_gone(

@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -41,7 +41,6 @@ from proxy.store.files import FileStamp, StateFiles
 from proxy.store.index import Index
 from proxy.store.offline import examine, open_offline
 from proxy.store.store import CheckpointStore
-from tests.lab.page_cache import folder_on_disk
 from tests.lab.waiting import until
 from tests.store.conftest import (
     BUDGET,
@@ -49,6 +48,7 @@ from tests.store.conftest import (
     OTHER_NAMESPACE,
     branch,
     found,
+    mount,
     names_in,
     new_state,
     opened,
@@ -442,21 +442,6 @@ async def test_state_in_a_directory_that_is_away_is_not_removed(tmp_path: Path) 
         away.rename(directory)
     with opened(directory) as store:
         await use(store, checkpoint)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on another disk than the test's own."""
-    with folder_on_disk() as folder:
-        if folder.stat().st_dev == tmp_path.stat().st_dev:
-            pytest.skip("needs two file systems")
-        yield folder
-
-
-def mount(disk: Path, at: Path) -> None:
-    """Let a disk, or what lies below it, be seen at a place."""
-    at.unlink(missing_ok=True)
-    at.symlink_to(disk)
 
 
 async def test_disk_that_is_unmounted_and_mounted_again_loses_nothing(
