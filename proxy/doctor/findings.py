@@ -425,6 +425,8 @@ def _proxy_finding(setup: Setup) -> Finding:
 
 def _host_finding(host: HostFacts, setup: Setup) -> Finding:
     """Return the models of a host, and which of them were examined."""
+    if host.problem and host.models and not all(each.problem for each in setup.hosts):
+        return ok("models", f"{host.problem} here, but elsewhere.")
     if host.problem:
         log = f"See what the log of the {host.kind} says of it."
         cure = f"Give --model one of these: {_listed(host.models)}." if host.models else log

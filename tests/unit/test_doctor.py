@@ -390,6 +390,16 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     assert "\nfull (router)\nok" in text and "\nall\nok" in text
 
 
+def test_model_that_one_of_two_hosts_lacks_is_no_problem() -> None:
+    setup = hosted(at_host())
+    lacks = HostFacts(url="http://other", kind="router", models=("x",), problem="There is no full")
+    setup.hosts.append(lacks)
+    assert problems(setup) == [] and summary(setup) == "Caching will work."
+    assert [each.topic for each in problems(replace(setup, hosts=[lacks]))] == ["models"]
+    away = replace(lacks, models=(), problem="it does not answer")
+    assert problems(replace(setup, hosts=[*setup.hosts[:1], away]))
+
+
 def text_of_all(setup: Setup) -> str:
     return "\n".join(finding.text for finding in findings_of(setup))
 
