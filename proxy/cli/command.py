@@ -380,11 +380,13 @@ class DirectoryStore:
         return [list_checkpoint(checkpoint, names) for checkpoint in self._records.values()]
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
+        self._store.require_writable()
         record = replace(self._records[checkpoint_id], is_pinned=is_pinned)
         self._store.update([record])
         self._records[checkpoint_id] = record
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
+        self._store.require_writable()
         self._store.remove(self._records.pop(checkpoint.id))
         return True
 

@@ -34,6 +34,7 @@ SECRET_NAME = "key-secret"
 _SECRET_BYTES = 32
 _ENTERED_AT_ONCE = 100
 """How many entries are made anew in one transaction."""
+READ_ONLY = "the directory is read-only"
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
 _LEAST_FREE_BYTES = 1 << 20
@@ -152,12 +153,12 @@ class StoreDirectory:
 
         A damaged index is made anew from the states, at about a millisecond each; without *mends_index*
         IndexDamaged is raised instead. Raises StoreLocked if another process has the directory, StoreFault
-        if the directory cannot be used. If the directory cannot be written, a copy of its index is used,
-        except with *reads_all*: then every record is read, and the caller means to change the store.
+        if the directory cannot be used. If the directory cannot be written, a copy of its index is used.
+        With *reads_all* every record is read.
         """
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise StoreFault(f"{path}: this user may not read it")
-        is_readonly = path.is_dir() and not reads_all and not os.access(path, os.W_OK)
+        is_readonly = path.is_dir() and not os.access(path, os.W_OK)
         if is_readonly and not any(path.glob("lpc-*.state")):
             raise StoreFault(f"{path}: this user may not write it, and it has no state to read")
         self.files = StateFiles(path, is_readonly=is_readonly)
@@ -199,6 +200,11 @@ class StoreDirectory:
                 self._enter_states(reason)
             else:
                 raise IndexDamaged(path, reason)
+
+    def require_writable(self) -> None:
+        """Raise StoreFault if nothing can be changed, because the index is a copy."""
+        if self.files.is_readonly:
+            raise StoreFault(READ_ONLY)
 
     def require_disk(self) -> None:
         """Raise StoreFault if the directory was unmounted, or another disk is mounted over it.

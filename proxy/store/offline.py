@@ -56,6 +56,8 @@ def open_offline(
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
         raise StoreFault(f"there is no store in {directory}: no proxy has ever used it")
     with closing(StoreDirectory(directory, mends_index=mends_index, reads_all=True)) as store:
+        if may_be_new or mends_index:
+            store.require_writable()
         yield store
 
 

@@ -20,13 +20,12 @@ from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import WRITTEN, Budget, Catalogue
-from proxy.store.directory import StoreDirectory
+from proxy.store.directory import READ_ONLY, StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Newer
 from proxy.store.known_models import owners
 
 T = TypeVar("T")
-_READ_ONLY = "the directory is read-only"
 N_NEWEST = 100
 """Of so many checkpoints the kernel is asked whether their files are in the page cache."""
 _N_DISCARDED = 8
@@ -227,6 +226,7 @@ class CheckpointStore(Catalogue):
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""
+        self._directory.require_writable()
         record = self.change(checkpoint_id, is_pinned=is_pinned)
         await self.update(record)
         return record
@@ -248,7 +248,7 @@ class CheckpointStore(Catalogue):
         anything, if the checkpoints that may be removed do not free enough, StoreFault if the disk is away.
         """
         if self.files.is_readonly:
-            raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
+            raise NoRoom(Removal.FREE_SPACE, READ_ONLY)
         name = self.files.new_temporary_name()
         self.writes.reserve(name, claim)
         try:
@@ -339,8 +339,8 @@ class CheckpointStore(Catalogue):
 
         Only an operator can remove a pinned checkpoint. A broken checkpoint always goes: it is of no use.
         """
-        if self.files.is_readonly and reason is Removal.OPERATOR:
-            raise StoreFault(_READ_ONLY)
+        if reason is Removal.OPERATOR:
+            self._directory.require_writable()
         current = self.get(checkpoint.id)
         if current is None:
             return False

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from proxy.__main__ import main
 from proxy.core.model import KnownNamespace
 from proxy.doctor.examination import read_index
 from proxy.errors import StoreFault, StoreLocked
@@ -17,6 +19,7 @@ from proxy.store.index import Index
 from proxy.store.known_models import Owner, introduce
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, new_state, opened, run_of
+from tests.unit.state_files import attention, state_file, words
 
 
 def traces(directory: Path) -> dict[Path, int]:
@@ -100,9 +103,11 @@ def nobodys_directory() -> Iterator[Path]:
 
 
 async def test_states_of_a_directory_without_write_permission_are_found() -> None:
+    tokens = run_of(300)
+    content = state_file(words(tokens), attention(300))
     with nobodys_directory() as path:
         with opened(path) as store:
-            checkpoint = await store.commit(*new_state(store, run_of(300)))
+            checkpoint = await store.commit(*new_state(store, tokens, content=content))
         (path / "index" / "lock.mdb").unlink()  # as in a backup
         (path / LOCK_NAME).unlink()
         (path / "link").symlink_to("nowhere")  # not ours, like the states that others save there
@@ -110,6 +115,17 @@ async def test_states_of_a_directory_without_write_permission_are_found() -> Non
             place.chmod(0o500)
         with opened(path) as store:
             assert store.files.is_readonly and [c.id for c in store] == [checkpoint.id]
+            with pytest.raises(StoreFault, match="read-only"):
+                await store.pin(checkpoint.id, is_pinned=True)
+        for command, expected in (
+            (["ls"], "1 checkpoint with"),
+            (["check"], "no problems"),
+            (["check", "--fix"], "the directory is read-only"),
+            (["rm", f"{checkpoint.id:016x}"], "the directory is read-only"),
+            (["pin", f"{checkpoint.id:016x}"], "the directory is read-only"),
+        ):
+            done = CliRunner().invoke(main, [*command, "--slot-save-path", str(path)])
+            assert expected in done.output and done.exit_code == ("read-only" in expected)
         (path / "index").chmod(0o700)
 
 
