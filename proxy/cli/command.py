@@ -224,6 +224,8 @@ _CONNECT_SECONDS = 5.0
 class RunningProxy:
     """The admin listener of a running proxy; all methods exit with a plain message if it refuses."""
 
+    n_stay_shared = 0
+
     def __init__(self, address: str, token: str | None = None, *, is_admin: bool = True) -> None:
         """*address* is HOST:PORT or a URL, *token* the listener's token or llama-server's key, if any.
 
@@ -371,7 +373,7 @@ class DirectoryStore:
     """The store of a directory that no proxy uses, with the methods of a running proxy."""
 
     def __init__(self, store: StoreDirectory) -> None:
-        self._store = store
+        self._store, self.n_stay_shared = store, 0
         # While the directory is locked, no other process writes there.
         self._records = {f"{c.id:016x}": c for c in store.index.all()}
 
@@ -387,7 +389,9 @@ class DirectoryStore:
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
         self._store.require_writable()
-        self._store.remove(self._records.pop(checkpoint.id))
+        record = self._records.pop(checkpoint.id)
+        self._store.remove(record)
+        self.n_stay_shared += bool(record.shared_id)
         return True
 
 

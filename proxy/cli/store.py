@@ -194,7 +194,7 @@ def rm(
     ID is the beginning of an id that ls shows, of a checkpoint or of a whole session, header or namespace;
     or the name of a model. AGE is written as 30m, 12h or 7d. Deleting several asks first. Pinned
     checkpoints stay, unless --pinned is given. Slots keep what they hold: to erase a text, restart
-    llama-server as well.
+    llama-server as well. With --slot-save-path, copies in a shared_store stay there.
     """
     if everything == bool(names or unused_for):
         command.fail("give IDs and/or --unused-for, or --everything", command.Exit.USAGE)
@@ -213,6 +213,8 @@ def rm(
         words.append(f"pinned ones stay: {n_pinned} (--pinned deletes them too)")
     if n_in_use:
         words.append(f"in use, try again: {n_in_use}")
+    if store.n_stay_shared:
+        words.append(f"copies stay in the shared store: {store.n_stay_shared}")
     content = {"deleted": [c.id for c in deleted], "n_pinned": n_pinned, "n_in_use": n_in_use}
     command.answer(content, "; ".join(words))
     if names and (n_pinned or n_in_use):

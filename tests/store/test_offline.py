@@ -1,5 +1,6 @@
 """Work on a store that no proxy uses: checked and mended, exported and imported, deleted."""
 
+import asyncio
 import json
 import os
 import tarfile
@@ -386,6 +387,13 @@ def listed(directory: Path) -> list[dict[str, Any]]:
     assert status == 0
     checkpoints: list[dict[str, Any]] = json.loads(output)["checkpoints"]
     return checkpoints
+
+
+async def test_rm_without_a_proxy_tells_what_stays_in_the_shared_store(directory: Path) -> None:
+    with opened(directory) as store:
+        await store.update(store.change(next(iter(store)).id, shared_id="000-a-b"))
+    status, output = await asyncio.to_thread(run, directory, "rm", "--everything", "--yes")
+    assert status == 0 and "copies stay in the shared store: 1" in output
 
 
 def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None:
