@@ -20,6 +20,7 @@ from typing import Any
 from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
 from proxy.shared import objects
 from proxy.shared.objects import ORPHAN_SECONDS, Listed, listed
+from proxy.tasks import Look
 
 _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
@@ -54,7 +55,7 @@ class Bucket:
         except ImportError as error:
             raise SettingsError(_NEEDED) from error
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
-        self._look: asyncio.Future[None] | None = None
+        self._look = Look(self._look_at_directory)
         self.url, self.was_mounted = url.rstrip("/"), False
         scheme, _, rest = url.partition("://")
         self._directory = Path(rest).absolute() if scheme == "file" else None
@@ -145,19 +146,13 @@ class Bucket:
                 await _within(_SILENT_SECONDS, deleting)
 
     async def _opened(self) -> Any:
-        """Return the store; raises SharedStoreFault if its directory is not there, or not mounted any more.
-
-        A look that hangs keeps its thread, so there is one at a time.
-        """
+        """Return the store; raises SharedStoreFault if its directory is not there, or not mounted."""
         if self._directory:
-            if self._look is None or self._look.done():
-                looking = asyncio.to_thread(self._look_at, self._directory)
-                self._look = asyncio.ensure_future(looking)
-                self._look.add_done_callback(_take_note)
-            await _within(_SILENT_SECONDS, asyncio.shield(self._look))
+            await self._look.within(_SILENT_SECONDS)
         return self._store
 
-    def _look_at(self, directory: Path) -> None:
+    def _look_at_directory(self) -> None:
+        assert (directory := self._directory) is not None
         if not directory.is_dir():  # obstore would make it anew, on the disk below
             raise SharedStoreFault(
                 f"{directory}: no such directory: mount it, or make it (mkdir -m 700)"

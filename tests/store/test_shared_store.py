@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -952,10 +953,32 @@ async def test_directory_that_hangs_keeps_one_thread_and_leaves_no_traceback(
         assert threading.active_count() <= n_threads + 1
     finally:
         back.set()
-    await until(lambda: bucket._look is not None and bucket._look.done())
-    bucket._look = None
+    await until(lambda: threading.active_count() <= n_threads)
+    del bucket
     gc.collect()
     assert not told
+
+
+_HANGS = """
+import asyncio, pathlib, time
+from proxy.shared import bucket
+bucket._SILENT_SECONDS = 0.05
+pathlib.Path.is_dir = lambda _: time.sleep(3600)
+async def main():
+    try:
+        await bucket.Bucket("file:///nowhere").read("name")
+    except bucket.SharedStoreFault as fault:
+        print(fault)
+asyncio.run(main())
+"""
+
+
+async def test_directory_that_hangs_does_not_hold_up_the_end() -> None:
+    program = sys.executable, "-c", _HANGS
+    ended = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)
+    async with asyncio.timeout(HANG_SECONDS):
+        told, _ = await ended.communicate()
+    assert (told, ended.returncode) == (b"it does not answer\n", 0)
 
 
 async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any) -> None:
