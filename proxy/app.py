@@ -1,11 +1,10 @@
 """The composition root: the only file that builds things and wires them together."""
 
 import asyncio
-import math
 import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,9 +268,7 @@ def set_gauges(shared: Services, pool: Pool) -> None:
         metrics.checkpoint_limit_bytes.set(store.writes.max_bytes)
         metrics.written_last_day_bytes.set(store.writes.last_day_bytes)
         metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
-        metrics.disk_free_bytes.set(math.nan)
-        with suppress(OSError):
-            metrics.disk_free_bytes.set(store.files.free_bytes())
+        metrics.disk_free_bytes.set(store.free_bytes)
 
 
 def count_evictions(shared: Services, store: CheckpointStore) -> None:

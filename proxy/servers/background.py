@@ -82,7 +82,8 @@ async def time_disk(process: Process) -> None:
     with suppress(OSError, StoreFault):
         large = (c for c in store.newest(N_NEWEST) if c.size_bytes >= LEAST_TIMED_BYTES)
         unknown = (c for c in large if not store.is_warm(c))  # nothing to ask of the others
-        cold = next((c for c in unknown if not store.files.is_cached(c.file_name)), None)
+        are_cold = (c for c in unknown if not store.files.is_cached(c.file_name))
+        cold = await asyncio.to_thread(next, are_cold, None)
         if cold is None:
             return
         parts, began = cold.content[:N_TIMED_PARTS], time.monotonic()

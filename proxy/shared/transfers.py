@@ -113,7 +113,7 @@ class Downloads:
             if not await self._download(checkpoint, files.path(name), limit_seconds):
                 return None
             came_at = time.monotonic()
-            stamp = files.stamp(name)
+            stamp = await asyncio.to_thread(files.stamp, name)
             if not await asyncio.to_thread(files.is_intact, name, checkpoint.content):
                 raise StateFileMalformed("it is not what its record says")
             state = await asyncio.to_thread(read_state_file, files.path(name))

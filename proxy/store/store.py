@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,12 +25,15 @@ from proxy.store.directory import READ_ONLY, StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Newer
 from proxy.store.known_models import owners
+from proxy.tasks import Look
 
 T = TypeVar("T")
 N_NEWEST = 100
 """Of so many checkpoints the kernel is asked whether their files are in the page cache."""
 _N_DISCARDED = 8
 """So many temporary files are deleted again: llama-server may write one that nobody waits for any more."""
+_ANSWER_SECONDS = 5.0
+"""A disk that has not answered for so long gets no save: llama-server would hang in it, too."""
 
 
 class CheckpointStore(Catalogue):
@@ -48,6 +52,8 @@ class CheckpointStore(Catalogue):
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
         self._discarded: deque[str] = deque(maxlen=_N_DISCARDED)
+        self.free_bytes = nan
+        self._look = Look(self._look_at_disk)
         self._directory = StoreDirectory(directory)
         self.files, self.secret = self._directory.files, self._directory.secret
         try:
@@ -143,7 +149,7 @@ class CheckpointStore(Catalogue):
         with self.keep(checkpoint):
             await self.verify(checkpoint)
             yield
-            if not self._verification.is_done(checkpoint):
+            if not await self._verification.is_done(checkpoint):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
             self.note_restored(checkpoint)
 
@@ -162,7 +168,8 @@ class CheckpointStore(Catalogue):
         """
         if bytes_per_second:
             await self._verify(checkpoint, bytes_per_second)
-        elif verifying := self.verify_soon(checkpoint):
+        else:
+            verifying = self.verify_soon(checkpoint)
             try:
                 async with asyncio.timeout(most_seconds):
                     await asyncio.shield(verifying)
@@ -172,21 +179,23 @@ class CheckpointStore(Catalogue):
                 told = f"{checkpoint.file_name} was not read in {most_seconds} s"
                 raise StoreFault(told) from error
 
-    def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None] | None":
-        """Begin to verify a checkpoint that will likely be restored; None if it is verified already."""
+    def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
+        """Begin to verify a checkpoint that will likely be restored, unless it is verified already."""
 
         def end(verifying: "asyncio.Future[None]") -> None:
             del self._verifying[checkpoint.id]
             if not verifying.cancelled():
                 verifying.exception()  # retrieved, because no caller may have waited
 
-        if self._verification.is_done(checkpoint):
-            return None
         if checkpoint.id not in self._verifying:
-            verifying = asyncio.ensure_future(self._verify(checkpoint))
+            verifying = asyncio.ensure_future(self._verify_once(checkpoint))
             self._verifying[checkpoint.id] = verifying
             verifying.add_done_callback(end)
         return self._verifying[checkpoint.id]
+
+    async def _verify_once(self, checkpoint: Checkpoint) -> None:
+        if not await self._verification.is_done(checkpoint):
+            await self._verify(checkpoint)
 
     async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
         """Verify a file; on any fault, do not use its checkpoint for a while, or remove it."""
@@ -265,9 +274,9 @@ class CheckpointStore(Catalogue):
 
     async def _make_room(self, claim: Claim) -> None:
         try:
-            self._directory.require_disk()
-            free_bytes = self.files.free_bytes() + self.going_bytes
-            reserve_bytes = 0 if claim.is_passing else self.files.reserve_bytes()
+            free_bytes, reserve_bytes = await self.space()
+            free_bytes += self.going_bytes
+            reserve_bytes = 0 if claim.is_passing else reserve_bytes
             n_bytes, limit = self.writes.shortage(self.size_bytes, free_bytes - reserve_bytes)
             if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # a passing file is not worth a checkpoint: let its write fail
@@ -282,6 +291,25 @@ class CheckpointStore(Catalogue):
             await self._remove(victims, limit)
         except OSError as error:
             raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
+
+    async def space(self) -> tuple[int, int]:
+        """Return how many bytes are free, and how many of them saves leave free.
+
+        Raises OSError or StoreFault if the disk is away, or hangs.
+        """
+        try:
+            found = await self._look.within(_ANSWER_SECONDS)
+        except (StoreFault, OSError) as error:
+            self.free_bytes = nan
+            if isinstance(error, TimeoutError):
+                raise StoreFault(f"{self.files.directory} does not answer") from error
+            raise
+        self.free_bytes = found[0]
+        return found
+
+    def _look_at_disk(self) -> tuple[int, int]:
+        self._directory.require_disk()
+        return self.files.free_bytes(), self.files.reserve_bytes()
 
     async def commit(
         self, checkpoint: Checkpoint, tokens: TokenIds, checked: FileStamp | None = None
@@ -321,16 +349,20 @@ class CheckpointStore(Catalogue):
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint, and what came too late for others."""
-        self.writes.note_written(temporary_name, self.files.size_bytes(temporary_name))
-        self.writes.release(temporary_name)
         self._discarded.append(temporary_name)
         names = tuple(self._discarded)
 
-        def remove_all() -> None:
+        def remove_all() -> int:
+            n_bytes = self.files.size_bytes(temporary_name)
             for name in names:
                 self.files.remove(name)
+            return n_bytes
 
-        await self.write(remove_all)
+        def note(n_bytes: int = 0) -> None:
+            self.writes.note_written(temporary_name, n_bytes)
+            self.writes.release(temporary_name)
+
+        await self.write(remove_all, then=note, otherwise=note)
 
     # Removing checkpoints.
 

@@ -179,6 +179,9 @@ class Admin:
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        if self._shared.opened_store is not None:
+            with suppress(StoreFault, OSError):
+                await self._shared.opened_store.space()
         return web.Response(body=self._shared.metrics.exposition(), headers=headers)
 
     # Recent requests: what each reused, and why not more.

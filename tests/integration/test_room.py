@@ -1,21 +1,24 @@
 """Room is never made of what a request is about to use, and the client does not notice if there is none."""
 
+import threading
 import time
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
 from proxy.core.saving import Claim
 from proxy.errors import NoRoom
+from proxy.store import store as stores
 from proxy.store.files import StateFiles
 from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 N_TOKENS = 6000
 
@@ -138,6 +141,36 @@ async def test_directory_that_is_gone_is_told_and_costs_the_client_nothing(
         [reason] = (await rig.health())["reasons"]
         assert reason["kind"] == "saves fail" and "No such file" in str(reason)
         directory.mkdir()
+
+
+async def test_directory_that_hangs_is_told_and_keeps_no_request_waiting(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server is not asked to save into it: it would answer nobody until the disk is back."""
+    back = threading.Event()
+
+    def hang(*_: object) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        back.wait(HANG_SECONDS)
+        return 1 << 40
+
+    monkeypatch.setattr(stores, "_ANSWER_SECONDS", 0.2)
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        try:
+            with monkeypatch.context() as hung:
+                hung.setattr(StateFiles, "free_bytes", hang)
+                await rig.chat("a")
+                await rig.chat("b")
+                await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)
+                (reason,) = (await rig.health())["reasons"]
+                assert "does not answer" in reason["reason"]
+                async with rig.client.get(f"{rig.admin_url}/metrics") as reply:
+                    assert "disk_free_bytes NaN" in await reply.text()
+        finally:
+            back.set()
+        await rig.chat("a")
+        await until(lambda: rig.checkpoints)
+        await until(lambda: DegradationKind.SAVES_FAIL not in rig.running.degradations)
 
 
 async def test_slots_found_at_first_contact_without_room_are_not_adopted(

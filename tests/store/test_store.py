@@ -326,6 +326,20 @@ async def test_using_a_verified_file_reads_it_once(
         await use(store, checkpoint)
 
 
+async def test_disk_is_asked_for_a_file_beside_requests(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, lstat = await store.commit(*new_state(store, run_of(300))), Path.lstat
+
+    def lstat_elsewhere(path: Path) -> os.stat_result:
+        assert threading.current_thread() is not threading.main_thread(), "it may hang"
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat_elsewhere)
+    for _ in range(2):
+        await use(store, checkpoint)
+
+
 @pytest.mark.parametrize("n_parts", [1, 3, 4, 9, 40])
 async def test_each_part_is_read_once_and_in_few_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_parts: int
