@@ -1,5 +1,4 @@
-"""Background work that outlives the request that began it; waits of limited length; looks at disks that may
-hang; deadlines; and turns.
+"""Background work that outlives the request that began it; waits of limited length; deadlines; and turns.
 
 The turn is the right to do something that only one caller at a time may do.
 """
@@ -7,10 +6,8 @@ The turn is the right to do something that only one caller at a time may do.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from proxy.errors import ProxyStopped
 
@@ -48,32 +45,6 @@ async def wait_for(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-
-
-class Look(Generic[T]):
-    """A look at a disk that may hang: one at a time, on a thread of its own that no exit waits for."""
-
-    def __init__(self, look: Callable[[], T]) -> None:
-        self._look, self._began = look, 0.0
-        self._looking: asyncio.Future[T] | None = None
-
-    async def within(self, seconds: float) -> T:
-        """Return what it brings; raises TimeoutError once it takes longer than so many *seconds*."""
-        if self._looking is None or self._looking.done():
-            found, self._began = Future[T](), asyncio.get_running_loop().time()
-            found.set_running_or_notify_cancel()
-            Thread(target=self._run, args=(found,), daemon=True).start()
-            self._looking = asyncio.wrap_future(found)
-            # If nobody waits any more, nobody else asks for its error.
-            self._looking.add_done_callback(lambda looked: looked.cancelled() or looked.exception())
-        async with asyncio.timeout_at(self._began + seconds):
-            return await asyncio.shield(self._looking)
-
-    def _run(self, found: Future[T]) -> None:
-        try:
-            found.set_result(self._look())
-        except BaseException as error:
-            found.set_exception(error)
 
 
 class Deadline:

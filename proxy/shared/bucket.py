@@ -20,7 +20,7 @@ from typing import Any
 from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
 from proxy.shared import objects
 from proxy.shared.objects import ORPHAN_SECONDS, Listed, listed
-from proxy.tasks import Look
+from proxy.store.files import Look
 
 _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10

@@ -15,13 +15,14 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import file_digest
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from threading import Thread
+from typing import BinaryIO, Generic, TypeVar
 
 import xxhash
 
@@ -226,6 +227,32 @@ def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+class Look(Generic[T]):
+    """A look at a disk that may hang: one at a time, on a thread of its own that no exit waits for."""
+
+    def __init__(self, look: Callable[[], T]) -> None:
+        self._look, self._began = look, 0.0
+        self._looking: asyncio.Future[T] | None = None
+
+    async def within(self, seconds: float) -> T:
+        """Return what it brings; raises TimeoutError once it takes longer than so many *seconds*."""
+        if self._looking is None or self._looking.done():
+            found, self._began = Future[T](), asyncio.get_running_loop().time()
+            found.set_running_or_notify_cancel()
+            Thread(target=self._run, args=(found,), daemon=True).start()
+            self._looking = asyncio.wrap_future(found)
+            # If nobody waits any more, nobody else asks for its error.
+            self._looking.add_done_callback(lambda looked: looked.cancelled() or looked.exception())
+        async with asyncio.timeout_at(self._began + seconds):
+            return await asyncio.shield(self._looking)
+
+    def _run(self, found: Future[T]) -> None:
+        try:
+            found.set_result(self._look())
+        except BaseException as error:
+            found.set_exception(error)
 
 
 def seal(file: Path) -> None:

@@ -22,10 +22,9 @@ from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import WRITTEN, Budget, Catalogue
 from proxy.store.directory import READ_ONLY, StoreDirectory
-from proxy.store.files import FileStamp, Verification, temporary_name_of
+from proxy.store.files import FileStamp, Look, Verification, temporary_name_of
 from proxy.store.index import Newer
 from proxy.store.known_models import owners
-from proxy.tasks import Look
 
 T = TypeVar("T")
 N_NEWEST = 100
