@@ -25,6 +25,7 @@ from proxy import settings
 from proxy.core.conditions import State
 from proxy.core.messages import member, object_in, text_of
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
+from proxy.explain.sketch import shortened
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
 from proxy.settings import SCHEMA, Settings, is_size, kinds_of, reachable, size_in_words, written
 from proxy.store.directory import StoreDirectory
@@ -49,8 +50,9 @@ class Exit(IntEnum):
 
 def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
-    said = in_words(complaint) if isinstance(complaint, BaseException) else complaint
-    click.echo(f"llama-prefix-cache: {said}", err=True)
+    said = in_words(complaint) if isinstance(complaint, BaseException) else str(complaint)
+    lines = (shortened(line, len(line)) for line in said.split("\n"))  # it may quote what it read
+    click.echo("llama-prefix-cache: " + "\n".join(lines), err=True)
     sys.exit(exit_status)
 
 

@@ -268,7 +268,10 @@ def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Importe
                     raise StoreFault(f"it is not what `export` writes: {head.name} is no record")
                 record, owner = sidecar.checkpoint, sidecar.owner
                 imported.is_new_model |= namespace_of(store.index, owner) is None
-                entered = _enter(store, there, record, owner, _open(tar, tar.next()))
+                state = tar.next()
+                if state is not None and state.size != record.size_bytes:
+                    raise StoreFault("a state in it is damaged")
+                entered = _enter(store, there, record, owner, _open(tar, state))
                 if entered is None:
                     imported.n_already_there += 1
                 else:

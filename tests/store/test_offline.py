@@ -1,8 +1,10 @@
 """Work on a store that no proxy uses: checked and mended, exported and imported, deleted."""
 
 import asyncio
+import io
 import json
 import os
+import shutil
 import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -269,6 +271,28 @@ def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
         assert len(list(second.glob("lpc-*.state"))) == 1
         imported = take(second, file)
         assert (len(imported.entered), imported.n_already_there) == (1, 1)
+
+
+def test_state_that_is_longer_than_its_record_says_is_refused_before_it_is_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could fill the disk: room is looked for by the record."""
+    bomb = tmp_path / "bomb"
+    with tarfile.open(file) as source, tarfile.open(bomb, "w") as target:
+        record, state = source.getmembers()[:2]
+        target.addfile(record, source.extractfile(record))
+        state.size += 1 << 20
+        target.addfile(state, io.BytesIO(bytes(state.size)))
+    monkeypatch.setattr(shutil, "copyfileobj", None)
+    with pytest.raises(StoreFault, match="damaged"):
+        take(tmp_path / "store", bomb)
+
+
+def test_refusal_obeys_nothing_of_the_file(directory: Path, tmp_path: Path) -> None:
+    with tarfile.open(file := tmp_path / "x", "w") as tar:
+        tar.addfile(tarfile.TarInfo("\x1b]0;title\x07\n"))
+    status, output = run(directory, "import", str(file))
+    assert status == 1 and "is no record" in output and "\x1b" not in output
 
 
 def test_record_without_bound_is_refused_before_it_is_read(tmp_path: Path) -> None:
