@@ -104,7 +104,7 @@ async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[st
 
 
 def _examine_directory(setup: Setup) -> Stored:
-    """Create, list and remove a file; note permissions, free space and the index.
+    """List the directory, create and remove a file; note permissions, free space and the index.
 
     Returns the stored checkpoints with their owners.
     """
@@ -115,9 +115,9 @@ def _examine_directory(setup: Setup) -> Stored:
         setup.free_bytes = disk_usage(directory).free
         files = StateFiles(directory)
         setup.reserve_bytes = files.reserve_bytes()
+        os.listdir(directory)
         probe = directory / files.new_temporary_name()
         probe.touch(mode=0o600, exist_ok=False)
-        os.listdir(directory)
         probe.unlink()
     except OSError as error:
         error.filename = None

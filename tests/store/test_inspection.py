@@ -12,8 +12,10 @@ from click.testing import CliRunner
 
 from proxy.__main__ import main
 from proxy.core.model import KnownNamespace
-from proxy.doctor.examination import read_index
+from proxy.doctor.examination import _examine_directory, read_index
+from proxy.doctor.findings import Setup
 from proxy.errors import StoreFault, StoreLocked
+from proxy.settings import Settings
 from proxy.store.directory import LOCK_NAME, keep_proxies_out
 from proxy.store.index import Index
 from proxy.store.known_models import Owner, introduce
@@ -136,3 +138,12 @@ def test_directory_that_may_not_be_read_is_named_once(mode: int) -> None:
         with pytest.raises(StoreFault) as told, opened(path):
             pass
     assert str(told.value) == f"{path}: this user may not read it"
+
+
+def test_directory_that_may_not_be_listed_gets_no_probe_of_doctor() -> None:
+    with nobodys_directory() as path:
+        path.chmod(0o300)
+        setup = Setup(settings=Settings(slot_save_path=str(path)), own_uid=os.geteuid())
+        _examine_directory(setup)
+        path.chmod(0o700)
+        assert setup.problem and not os.listdir(path)
