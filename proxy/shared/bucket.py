@@ -159,7 +159,9 @@ class Bucket:
             )
         is_mounted = directory.stat().st_dev != directory.parent.stat().st_dev
         if self.was_mounted and not is_mounted:
-            raise SharedStoreFault(f"{directory} is not mounted as before: mount it")
+            raise SharedStoreFault(
+                f"{directory} is not mounted as before: mount it, or name another"
+            )
         self.was_mounted = is_mounted
         if self._store is None:
             self._store = self._obstore.store.from_url(f"file://{directory}")

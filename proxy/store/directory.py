@@ -159,6 +159,7 @@ class StoreDirectory:
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise StoreFault(f"{path}: this user may not read it")
         is_readonly = path.is_dir() and not os.access(path, os.W_OK)
+        mends_index |= is_readonly  # that of the copy
         if is_readonly and not any(path.glob("lpc-*.state")):
             raise StoreFault(f"{path}: this user may not write it, and it has no state to read")
         self.files = StateFiles(path, is_readonly=is_readonly)
@@ -204,7 +205,7 @@ class StoreDirectory:
     def require_writable(self) -> None:
         """Raise StoreFault if nothing can be changed, because the index is a copy."""
         if self.files.is_readonly:
-            raise StoreFault(READ_ONLY)
+            raise StoreFault(f"{self.files.directory}: {READ_ONLY}")
 
     def require_disk(self) -> None:
         """Raise StoreFault if the directory was unmounted, or another disk is mounted over it.

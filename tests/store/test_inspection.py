@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -109,7 +110,9 @@ async def test_states_of_a_directory_without_write_permission_are_found() -> Non
     content = state_file(words(tokens), attention(300))
     with nobodys_directory() as path:
         with opened(path) as store:
-            checkpoint = await store.commit(*new_state(store, tokens, content=content))
+            owner = Owner("any", KnownNamespace(b"m" * 16, [(1, -0.5)], "Model"), b"")
+            facts: dict[str, Any] = {"namespace": introduce(store.index, owner)}
+            checkpoint = await store.commit(*new_state(store, tokens, content=content, **facts))
         (path / "index" / "lock.mdb").unlink()  # as in a backup
         (path / LOCK_NAME).unlink()
         (path / "link").symlink_to("nowhere")  # not ours, like the states that others save there
@@ -128,6 +131,11 @@ async def test_states_of_a_directory_without_write_permission_are_found() -> Non
         ):
             done = CliRunner().invoke(main, [*command, "--slot-save-path", str(path)])
             assert expected in done.output and done.exit_code == ("read-only" in expected)
+        (path / "index" / "data.xxh3").chmod(0o600)
+        (path / "index" / "data.xxh3").write_text("another")
+        for command, status in ((["ls"], 0), (["check"], 1)):
+            done = CliRunner().invoke(main, [*command, "--slot-save-path", str(path)])
+            assert done.exit_code == status and "1 checkpoint with" in done.output
         (path / "index").chmod(0o700)
 
 
