@@ -35,7 +35,7 @@ _OPEN = r"(health|metrics)"
 _OPEN_PATHS = rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
 _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 _ALIASES = rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"
-_SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
+_SHARED_URL = r"((s3|gs|az)://|file:///)[^\s,=]+"
 _SHARED_SIZES = tuple(SharedLimits.__dataclass_fields__)
 _SIZE = r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})\s*([kKmMgGtT]?)([iI]?)([bB]?)"
 _SHARED_SIZE = rf"({'|'.join(_SHARED_SIZES)})\s*=\s*{_SIZE}"

@@ -16,6 +16,7 @@ from datetime import timedelta
 from math import inf
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from proxy.errors import SettingsError, SharedStoreFault, StateDamaged, in_words
 from proxy.shared import objects
@@ -58,7 +59,7 @@ class Bucket:
         self._look = Look(self._look_at_directory)
         self.url, self.was_mounted = url.rstrip("/"), False
         scheme, _, rest = url.partition("://")
-        self._directory = Path(rest).absolute() if scheme == "file" else None
+        self._directory = Path(unquote(rest)) if scheme == "file" else None
         if self._directory:
             self._store: Any = None
             return
@@ -164,7 +165,7 @@ class Bucket:
             )
         self.was_mounted = is_mounted
         if self._store is None:
-            self._store = self._obstore.store.from_url(f"file://{directory}")
+            self._store = self._obstore.store.LocalStore(directory)
             # What is written when its process is killed stays under such a name, and is not listed.
             for half in directory.glob(f"{objects.VERSION}/*/*#*"):
                 with suppress(OSError):

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import obstore
 import pytest
@@ -852,6 +853,14 @@ async def test_state_that_cannot_be_read_holds_up_no_other_upload_and_goes_up_on
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + UNREAD_SECONDS)
         await a.commit(branch(1500, 2000, mark=2_000_000))
         await until(lambda: a.sample("shared_states_total", direction="up") == 3)
+
+
+async def test_directory_may_have_a_name_that_a_url_quotes(start: Start, tmp_path: Path) -> None:
+    (folder := tmp_path / "my nas#1").mkdir()
+    (tmp_path / "my nas").mkdir()
+    async with start("a", f"file://{quote(str(folder))}") as a:
+        await a.save(run_of(3000))
+    assert objects_in(folder) and not objects_in(tmp_path / "my nas")
 
 
 async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_path: Path) -> None:

@@ -247,6 +247,7 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("shared_store: {url: 's3://a/b', capacity: -5}", "shared_store"),
         ("shared_store: {url: 's3://a/b', upload_bytes_per_day: 1.2.3GiB}", "shared_store"),
         ("shared_store: {capacity: 5GiB}", "shared_store"),
+        ("shared_store: file://mnt/nas", "shared_store"),  # below the working directory
     ],
 )
 def test_impossible_value_in_the_file_is_refused_by_name(
