@@ -445,6 +445,8 @@ def _copy_apart(path: Path, copy: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise IndexDamaged(path, "reading it does not end") from error
+    if done.returncode:  # on a full disk it would take what is left
+        copy.unlink(missing_ok=True)
     if done.returncode == _EXIT_DAMAGED:
         raise IndexDamaged(path, done.stdout.strip())
     if -done.returncode in _FATAL_SIGNALS:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,18 @@ def test_copy_that_cannot_be_written_is_no_damage(directory: Path) -> None:
         sound_file(directory / "index", directory / "missing" / "copy")
     assert not isinstance(raised.value, IndexDamaged)
     assert data_of(directory) == before
+
+
+def test_copy_that_finds_no_room_takes_none(directory: Path) -> None:
+    leave_unsealed(directory)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limit[1]))
+    try:
+        with pytest.raises(StoreFault, match="cannot be copied"):
+            sound_file(directory / "index", directory / "copy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (directory / "copy").exists()
 
 
 async def test_index_without_a_file_is_made_anew(directory: Path) -> None:
