@@ -144,6 +144,12 @@ class Cause(StrEnum):
 
     None needed; more slots (-np) if that happens often.
     """
+    SLOT_HELD_LESS = "slot held less"
+    """The slot held less than the proxy had left in it: another client used it past the proxy, or
+    llama-server has emptied it.
+
+    Send all requests through the proxy, and start llama-server with --cache-ram 0.
+    """
     CHEAPER = "cheaper to evaluate"
     """A state was there, but by the speeds measured here evaluating was cheaper than using the state.
 

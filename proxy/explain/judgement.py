@@ -214,7 +214,7 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
     if cause.is_miss and n_missed > SLACK_TOKENS:
         return Judgement(cause, n_missed, where.part, where.message)
     if n_unused > SLACK_TOKENS:
-        return Judgement(_why_unused(plan, rule, n_reused), n_unused)
+        return Judgement(_why_unused(served, rule), n_unused)
     is_new = cause is Cause.FIRST_SIGHT or not n_reused
     return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
 
@@ -291,8 +291,11 @@ def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
     return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE
 
 
-def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
+def _why_unused(served: Account, rule: Rule) -> Cause:
     """Return why a state that a slot or a file has was not used."""
+    plan, n_reused = served.plan, served.n_reused or 0
+    if served.is_short and (rule.is_any_prefix or not n_reused):
+        return Cause.SLOT_HELD_LESS  # else llama-server may have dropped a context checkpoint
     if plan.n_in_use > n_reused + SLACK_TOKENS:
         return Cause.IN_USE
     if plan.why in _CHEAPER:

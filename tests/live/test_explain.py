@@ -224,6 +224,16 @@ async def of_no_file(rig: Rig) -> str:
     return await cause_of(rig, 85)
 
 
+async def of_other_client(rig: Rig) -> str:
+    """Let somebody use both slots past the proxy."""
+    await cause_of(rig, 90)
+    for slot in range(2):
+        body = {"prompt": IDS[100 * slot : 500], "n_predict": 1, "id_slot": slot}
+        status, _ = await asyncio.to_thread(rig.server.request, "POST", "/completion", body)
+        assert status == 200
+    return await cause_of(rig, 90)
+
+
 async def of_restart(rig: Rig) -> str:
     """Lose llama-server before any of its slots is saved."""
     await cause_of(rig, 70)
@@ -278,6 +288,7 @@ async def produce_all(start_rig: StartRig, found: dict[str, str]) -> None:
         await start_again(rig, idle_save_seconds=3600.0, max_write_bytes_per_day=1)
         found["slot in use"] = await of_slot_in_use(rig)
         found["state not kept"] = await of_no_file(rig)
+        found["slot held less"] = await of_other_client(rig)
         found["slot lost by a restart"] = await of_restart(rig)
     assert counted == 1
 

@@ -23,6 +23,11 @@ def served(n_reused: int, n_shared: int, why: Why = Why.NOTHING_FOUND, **changes
     return Account(plan, 1000, n_reused=n_reused, failure=failure)
 
 
+def live(n_reused: int) -> Account:
+    """Return how it was served by a slot that had 900 of its tokens, as far as the proxy knew."""
+    return Account(Plan(Start(SlotId(0), 900, 900), n_shared=900), 1000, n_reused=n_reused)
+
+
 SERVED = served(900, 900, Why.LIVE_LONGEST)
 KNOWN = Past(900, 900)
 NOTHING, UNUSED = served(0, 0), served(0, 900)
@@ -59,6 +64,8 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
         (served(0, 900, n_in_use=900), POINTS, KNOWN, Cause.IN_USE),
         (served(0, 900, Why.NOTHING_WORTH_IT), POINTS, KNOWN, Cause.CHEAPER),
         (UNUSED, ANY, KNOWN, Cause.UNKNOWN),
+        (live(0), ANY, KNOWN, Cause.SLOT_HELD_LESS),
+        (live(0), POINTS, KNOWN, Cause.SLOT_HELD_LESS),
         (UNUSED, NO_RULE, KNOWN, Cause.NOTHING_RESTORABLE),
     ],
 )
@@ -67,6 +74,11 @@ def test_state_that_is_gone_or_not_used_is_named(
 ) -> None:
     assert judge(account, rule, past, None) == Judgement(expected, 900)
     assert cause(served(900, 900), past, rule=rule) is Cause.HIT
+
+
+def test_slot_that_held_less_is_not_blamed_where_a_context_checkpoint_may_have_gone() -> None:
+    assert cause(live(15), rule=ANY) is Cause.SLOT_HELD_LESS
+    assert cause(live(300)) is Cause.NO_STATE_THERE
 
 
 def test_loss_of_less_than_what_is_still_there_explains_nothing() -> None:
