@@ -106,16 +106,20 @@ def test_what_failed_comes_first(failure: Cause) -> None:
     assert cause(failed, replace(KNOWN, loss=(Cause.EVICTED, 900)), DATE) is failure
 
 
-def judged(system: str, *messages: str) -> Judgement:
-    """Return the judgement on a prompt, of a token for each character, after one under another header."""
+def judged(system: str, *messages: str, n_in_state: int = 0) -> Judgement:
+    """Return the judgement on a prompt, of a token for each character, after one under another header.
+
+    That one is of the same conversation, unless a state has more of the prompt.
+    """
     after = [
         known_prompt(*each) for each in (("Sing of the sea. " * 60, *messages), (system, *messages))
     ]
     old, new = after
     n_common = common_prefix_length(old.tokens, new.tokens)
-    match = Match(old, n_common, is_same_conversation=True)
-    plan = Plan(Start(SlotId(0), n_common, n_common), why=Why.LIVE_LONGEST, n_shared=n_common)
-    account = Account(plan, len(new.tokens), n_reused=n_common)
+    match = Match(old, n_common, is_same_conversation=not n_in_state)
+    n_reused = max(n_common, n_in_state)
+    plan = Plan(Start(SlotId(0), n_reused, n_reused), why=Why.LIVE_LONGEST, n_shared=n_reused)
+    account = Account(plan, len(new.tokens), n_reused=n_reused)
     return judge_prompt(new, (match, match), account, POINTS, {"process": ()})
 
 
@@ -133,3 +137,12 @@ def test_header_that_nobody_has_sent_before_is_not_missed() -> None:
     moved = judged(other, question, answer, "Go on.")
     assert moved.cause is Cause.SYSTEM_TEXT
     assert len(answer) < moved.n_missed
+
+
+def test_state_with_more_of_a_prompt_than_another_conversation_leaves_nothing_to_compare() -> None:
+    """After a restart of the proxy only the state is left of a conversation."""
+    system = "Sing of the sea. " * 55 + "Work in another folder. "
+    messages = "Look at it. " * 20, "I see. " * 80, "Go on."
+    assert judged(system, *messages).cause is Cause.SYSTEM_TEXT
+    found = judged(system, *messages, n_in_state=len(system) + len(messages[0]))
+    assert (found.cause, found.n_missed) == (Cause.HIT, 0)
