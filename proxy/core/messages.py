@@ -62,6 +62,12 @@ def text_of(value: Any, key: str) -> str:
     return found if isinstance(found, str) else ""
 
 
+def error_text(content: Any) -> str:
+    """Return the message of llama-server's error, or of llama-swap's, which is a text itself."""
+    error = member(content, "error")
+    return error if isinstance(error, str) and "src" in content else text_of(error, "message")
+
+
 def list_of(value: Any) -> list[Any]:
     """Return *value* if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

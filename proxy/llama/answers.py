@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import Route, list_of, member, object_in, text_of
+from proxy.core.messages import Route, error_text, list_of, member, object_in, text_of
 from proxy.llama.client import Timings
 from proxy.llama.requests import is_anthropic
 
@@ -273,7 +273,7 @@ def _timings_of(usages: list[_Usage]) -> Timings | None:
 
 def complaint_in(body: bytes) -> str:
     """Return what llama-server's error says, shortened, and without what it quotes of the request."""
-    message = text_of(member(object_in(body), "error"), "message")
+    message = error_text(object_in(body))
     # A template's own error stands behind a piece of the template.
     told = message.rpartition("\nError: ")[2][:_COMPLAINT_CHARACTERS]
     return _QUOTES.split(told, 1)[0].strip()

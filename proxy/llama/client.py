@@ -19,7 +19,7 @@ import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
-from proxy.core.messages import member, object_in, text_of
+from proxy.core.messages import error_text, member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
@@ -470,4 +470,4 @@ def error_message(content: bytes) -> str:
     if reply is None or "error" not in reply:
         said = content[:200].decode(errors="replace").strip()
         return "" if said.startswith("<") else said  # a page, of something else
-    return text_of(reply["error"], "message")
+    return error_text(reply)

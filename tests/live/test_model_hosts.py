@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.core.slots import Slot
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
@@ -386,6 +387,16 @@ async def test_path_for_which_a_swap_loads_nothing_leaves_the_loaded_model_alone
         async with models.rig.client.get(f"{models.rig.base_url}/upstream/hybrid/props") as reply:
             assert reply.status == 200
         assert models.loaded() == {"hybrid"}
+
+
+async def test_log_tells_what_a_swap_says_of_a_model_that_does_not_start(tmp_path: Path) -> None:
+    said = "unspecific error: upstream command exited prematurely"
+    async with at_a_swap(tmp_path, cmd="/bin/false") as models:
+        with capture_logs() as logs:
+            assert (await models.refusal("full", CHAT))[0] == 500
+        (line,) = [line for line in logs if line["event"] == "model not loaded"]
+        assert line["reason"] == f"llama-server answered 500: {said}"
+        assert (await models.last_request())["why"] == said
 
 
 async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_path: Path) -> None:

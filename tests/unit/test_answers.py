@@ -267,3 +267,5 @@ def test_error_is_told_without_what_it_quotes(message: str, complaint: str) -> N
         complaint_in(json.dumps({"error": {"code": 400, "message": message}}).encode()) == complaint
     )
     assert complaint_in(b"<html>") == complaint_in(b'{"error": "no model"}') == ""
+    told_by_llama_swap = b'{"src": "llama-swap", "error": "no router for requested model"}'
+    assert complaint_in(told_by_llama_swap) == "no router for requested model"
