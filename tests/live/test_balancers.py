@@ -13,6 +13,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.waiting import until
 
 N_CONVERSATIONS = 4
 TOOLS = tools(2)
@@ -31,6 +32,7 @@ class Behind:
         """Send one turn of a conversation; return the number of the host that served it."""
         before = [await self._evaluated(rig) for rig in self.rigs]
         body = {"messages": CONVERSATIONS[number][turn], "tools": TOOLS, "max_tokens": 2}
+        body["metadata"] = {"more": "than HAProxy can repeat " * 1000}
         url = self.balancer.base_url + "/v1/chat/completions"
         headers = {"X-Session-Id": f"conversation-{number}"}
         async with aiohttp.ClientSession() as client:
@@ -41,7 +43,8 @@ class Behind:
         return host
 
     async def _evaluated(self, rig: Rig) -> int:
-        return await asyncio.to_thread(rig.server.evaluated_tokens)
+        is_running = rig.server.is_running
+        return await asyncio.to_thread(rig.server.evaluated_tokens) if is_running else 0
 
 
 @pytest.fixture
@@ -91,3 +94,18 @@ async def test_a_conversation_stays_with_its_host_and_outlives_it(
         await rigs[ended].stop_proxy()
         for balanced in (nginx, haproxy):
             assert {await balanced.ask(i, 2) for i in CONVERSATIONS} == {1 - ended}
+
+
+async def test_a_host_without_its_llama_server_is_passed_over(
+    rigs: list[Rig], tmp_path: Path
+) -> None:
+    async with behind("haproxy", rigs, tmp_path) as haproxy:
+        served = {i: await haproxy.ask(i, 0) for i in CONVERSATIONS}
+        left = served[0]
+        await asyncio.to_thread(rigs[left].server.kill)
+        await until(lambda: is_down(haproxy, left))
+        assert {await haproxy.ask(i, 1) for i in CONVERSATIONS} == {1 - left}
+
+
+async def is_down(haproxy: Behind, host: int) -> bool:
+    return f"llama/{('one', 'two')[host]} is DOWN" in haproxy.balancer.log_text()
