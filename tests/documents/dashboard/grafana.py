@@ -104,7 +104,7 @@ def _placed(rows: tuple[Row, ...]) -> Iterator[model.Panel | model.RowPanel]:
                 heading.panels.append(built)
             else:
                 yield built
-        top += height
+        top += 0 if row.is_folded else height  # the next heading follows a folded one
 
 
 def _panel(panel: Panel) -> Built:

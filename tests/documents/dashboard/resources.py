@@ -13,6 +13,7 @@ from tests.documents.dashboard.model import (
     gauge,
     median_and_worst,
     per_minute,
+    per_second,
     quantile,
 )
 
@@ -137,3 +138,41 @@ STORE = Row(
         ),
     ),
 )
+
+SHARED = Row(
+    "Shared store",
+    (
+        Panel(
+            "States sent and fetched",
+            Kind.LINES,
+            (Query(per_second("shared_bytes_total", "direction"), "{{direction}}"),),
+            "Bps",
+            "Bytes of states that went up into shared_store, and that came down from it.",
+            colors={"up": BLUE, "down": GOOD},
+        ),
+        Panel(
+            "Fetches",
+            Kind.STACKED,
+            (Query(per_minute("shared_fetches", "result"), "{{result}}"),),
+            "opm",
+            "dearer: evaluating was quicker than the link, which is no fault. late: a transfer that "
+            "had begun was given up for that. gone: another proxy had deleted the state.",
+            colors={
+                "done": GOOD,
+                "dearer": DULL,
+                "late": FAIR,
+                "damaged": BAD,
+                "failed": "dark-red",
+            },
+        ),
+        Panel(
+            "Failures",
+            Kind.STACKED,
+            (Query(per_minute("shared_faults", "operation"), "{{operation}}"),),
+            "opm",
+            "Calls of the shared store that failed. Requests go on without it; /health has the error.",
+        ),
+    ),
+    is_folded=True,
+)
+"""Nothing happens here without `shared_store`."""

@@ -6,6 +6,6 @@ tests/live/test_dashboard.py runs every query on a real Prometheus.
 
 from tests.documents.dashboard.benefit import AT_A_GLANCE, MISSES, REUSE, TIME
 from tests.documents.dashboard.condition import LEARNED, TROUBLE
-from tests.documents.dashboard.resources import SLOTS, STORE
+from tests.documents.dashboard.resources import SHARED, SLOTS, STORE
 
-ROWS = (AT_A_GLANCE, REUSE, MISSES, TIME, SLOTS, STORE, TROUBLE, LEARNED)
+ROWS = (AT_A_GLANCE, REUSE, MISSES, TIME, SLOTS, STORE, SHARED, TROUBLE, LEARNED)
