@@ -4,6 +4,7 @@ systemd-nspawn boots it, in a network of its own. The root is in memory. Needs r
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import dedent
 
 from tests.deployment.cached_turn import PATIENCE_SECONDS, ask, wait_until_caching
 from tests.deployment.namespaces import (
@@ -27,14 +29,17 @@ from tests.deployment.run_bare import ADMIN, FOLDER, clone, timed
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system
 from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_llama_server
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, find_llama_server
 
 PACKAGES = "systemd-sysv dbus libnss-systemd systemd-container make python3.11-venv"
 LIBRARIES = ("usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/systemd")
 SETTINGS = "etc/llama-prefix-cache/llama-server.env"
+PAGE = (REPOSITORY / "docs" / "systemd.md").read_text()
 UNITS = ("llama-server", "llama-prefix-cache")
+OWN_UNITS = "/etc/systemd/system"
+OWN_USER = "User=llama"
 URL = "http://127.0.0.1:8081"
-TURNS = agent_requests(4, 0, header=[system(600)])
+TURNS = agent_requests(7, 0, header=[system(600)])
 MAX_EVALUATED_BESIDE_NEW = 32
 
 
@@ -135,6 +140,42 @@ def turn(machine: Machine, sizes: list[int]) -> None:
     assert n_evaluated <= n_new + MAX_EVALUATED_BESIDE_NEW, machine.journal()
 
 
+def await_saved(machine: Machine) -> None:
+    """Return once no slot holds what would be lost with llama-server."""
+    while True:
+        health = wait_until_caching(ADMIN, lambda: machine.is_running)
+        if not any(slot["n_unsaved"] for each in health["servers"] for slot in each["slots"]):
+            return
+        time.sleep(0.5)
+
+
+def main_pid(machine: Machine, unit: str) -> str:
+    return machine.printed(f"systemctl show -p MainPID --value {unit}")
+
+
+def outlive(machine: Machine, ending: str, sizes: list[int]) -> None:
+    """End llama-server by a command while the proxy goes on; systemd starts the next one."""
+    await_saved(machine)
+    server, proxy = (main_pid(machine, unit) for unit in UNITS)
+    with timed(ending):
+        machine.printed(ending.replace("PID", server), must_succeed=True)
+        turn(machine, sizes)
+    assert main_pid(machine, UNITS[0]) not in ("0", server), machine.journal()
+    assert main_pid(machine, UNITS[1]) == proxy, machine.journal()
+
+
+def use_own_server(machine: Machine, root: Path) -> None:
+    """Put another unit in the place of the example, and its user into the proxy's, as the page says."""
+    drop_in = next(text for text in re.findall(r"```ini\n(.*?)```", PAGE, re.S) if OWN_USER in text)
+    unit = (root / f"usr/local/lib/systemd/system/{UNITS[0]}.service").read_text()
+    unit = unit.replace("DynamicUser=yes\nUser=llama-prefix-cache\n", f"{OWN_USER}\n")
+    assert OWN_USER in unit
+    for path, text in ((f"{UNITS[0]}.service", unit), (f"{UNITS[1]}.service.d/own.conf", drop_in)):
+        name = f"{OWN_UNITS}/{path}"
+        machine.printed(f"mkdir -p $(dirname {name}) && cat >{name} <<'END'\n{dedent(text)}\nEND")
+    machine.printed("useradd --system llama && systemctl daemon-reload", must_succeed=True)
+
+
 def walk_through(root: Path, enable: str) -> None:
     """Start, stop in either order, boot again, remove; one conversation goes on through all of it."""
     both, sizes = " ".join(UNITS), list[int]()
@@ -142,6 +183,8 @@ def walk_through(root: Path, enable: str) -> None:
         with timed(enable):
             machine.printed(enable, must_succeed=True)
             turn(machine, sizes)
+        for ending in ("kill -9 PID", "systemctl restart llama-server"):
+            outlive(machine, ending, sizes)
         for order in (both, " ".join(reversed(UNITS))):
             with timed(f"systemctl stop {order}, and start"):
                 again = f"systemctl stop {order} && systemctl start {order}"
@@ -152,6 +195,12 @@ def walk_through(root: Path, enable: str) -> None:
     with booted(root) as machine:
         with timed("after the next boot"):
             turn(machine, sizes)
+        machine.printed(f"systemctl stop {both}", must_succeed=True)
+        use_own_server(machine, root)
+        with timed("a llama-server of one's own, as another user"):
+            machine.printed(f"systemctl start {both}", must_succeed=True)
+            turn(machine, sizes)
+        machine.printed(f"rm -r {OWN_UNITS}/llama-*; systemctl daemon-reload", must_succeed=True)
         machine.printed(f"cd {FOLDER} && make uninstall", must_succeed=True)
         assert "active" not in machine.printed(f"systemctl is-active {both}").split()
         assert not machine.printed("find /etc/systemd /usr/local/lib/systemd -name 'llama-*'")

@@ -33,7 +33,11 @@ SERVER = read_unit((UNITS / "llama-server.service").read_text())
 
 def test_proxy_ends_before_llama_server_and_has_the_time_for_it() -> None:
     assert "llama-server.service" in PROXY["After"][0].split()
-    assert PROXY["StopPropagatedFrom"] == ["llama-server.service"]
+    assert PROXY["StopPropagatedFrom"] == ["llama-prefix-cache-stop.service"]
+    assert "llama-prefix-cache-stop.service" in PROXY["Wants"][0].split()
+    # Of llama-server itself it would come when that dies, too, and the proxy would stay down.
+    stop = read_unit((UNITS / "llama-prefix-cache-stop.service").read_text())
+    assert stop["PartOf"] == stop["After"] == ["llama-server.service"]
     # Requests, what they have started, and saves; each may take drain_seconds.
     assert int(PROXY["TimeoutStopSec"][0]) >= 5 * DEFAULTS["drain_seconds"]
     both = next(block for block in BLOCKS if " run " in block)
