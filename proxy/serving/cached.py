@@ -272,7 +272,7 @@ class CachedRequest:
         for stop in self._plan.stops:
             await self._evaluate_to(stop.n_tokens)
             if stop.save_as and not self._account.is_ineffective_restore:
-                save = process.saves.begin(slot_id, stop.save_as, is_just_predicted=True)
+                save = process.saves.begin(slot_id, stop.save_as)
                 await process.finish(self._lease, save)
 
     async def _evaluate_to(self, n_tokens: int) -> None:
@@ -399,7 +399,7 @@ class CachedRequest:
             is_at_risk = is_cut_at_risk(process.rule, content, process.n_believed_points)
             # During a placement another request may be running in this slot already.
             if (self._request.warms or is_at_risk) and not process.queue.is_placing:
-                self._lease.hand_over(process.saves.begin(slot_id, is_just_predicted=True))
+                self._lease.hand_over(process.saves.begin(slot_id))
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):

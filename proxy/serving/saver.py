@@ -210,9 +210,7 @@ class Saver:
         await store.settle(saved.file_name, saved.state.size_bytes)
         return saved, wanted <= set(saved.state.restore_points)
 
-    def learn_from_file(
-        self, content: Content, state: StateFile, is_just_predicted: bool
-    ) -> str | None:
+    def learn_from_file(self, content: Content, state: StateFile) -> str | None:
         """Return why a saved file is not what the slot was expected to hold; None if it is.
 
         Notes what follows for the process: how many points its slots keep, drift, a wrong tokenization.
@@ -234,7 +232,7 @@ class Saver:
             )
             return None
         # Another client's request would hardly have left exactly as many tokens.
-        if is_just_predicted or len(state.tokens) == content.n_tokens:
+        if len(state.tokens) == content.n_tokens:
             self._process.disable_shape(content.shape)
             return "the file's tokens are not those that were predicted"
         self._process.metrics.drift.inc()

@@ -56,15 +56,13 @@ class SlotSaves:
         free: "asyncio.Future[None] | None" = None,
         *,
         is_used: bool = False,
-        is_just_predicted: bool = False,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
         Other requests can wait for the state. A failed save raises nothing: the request that needs the slot
-        must not fail for it. *free* and *is_used* are those of `begin`. *is_just_predicted* says that the
-        request which put the tokens there still has the slot: other tokens in the file then mean that the
-        prompt was tokenized differently. A slot is saved again only when its last file is committed: a
-        conversation's files are committed in order, and requests seldom wait for that.
+        must not fail for it. *free* and *is_used* are those of `begin`. A slot is saved again only when its
+        last file is committed: a conversation's files are committed in order, and requests seldom wait for
+        that.
         """
         async with self.locks[slot_id]:
             process, saver = self._process, self._process.saver
@@ -84,7 +82,7 @@ class SlotSaves:
                         if not is_used:
                             _set_done(free)
                         saved = await saver.check(name, *written)
-                        if why := saver.learn_from_file(before, saved.state, is_just_predicted):
+                        if why := saver.learn_from_file(before, saved.state):
                             tainted = replace(TAINTED, origin=before.origin)
                             is_empty = not saved.state.tokens
                             self._table.refine(slot_id, held, Empty() if is_empty else tainted)
