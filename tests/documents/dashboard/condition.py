@@ -58,9 +58,9 @@ TROUBLE = Row(
                 Query(total("tokenization_disagreements", STEP), "prompts tokenized otherwise"),
             ),
             "none",
-            "Each costs some request its speed, never its answer. Slots that held something else: "
-            "somebody uses llama-server past the proxy. The others should be zero; the log says "
-            "more.",
+            "Each costs some request its speed, never its answer. Slots that held less or something "
+            "else: somebody uses llama-server past the proxy. The others should be zero; the log "
+            "says more.",
             width=12,
         ),
         Panel(
