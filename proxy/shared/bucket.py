@@ -66,13 +66,13 @@ class Bucket:
         options: dict[str, Any] = {}
         if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
             options = {"config": {"disable_bulk_delete": True}}
-        is_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        endpoints = (value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT"))
         options |= {
             "client_options": {
                 "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
                 "read_timeout": timedelta(seconds=_SILENT_SECONDS),
                 "timeout": timedelta(days=1),  # of a whole transfer
-                "allow_http": is_http,
+                "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
             },
             "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
         }

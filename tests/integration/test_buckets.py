@@ -8,6 +8,7 @@ import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from proxy.shared.bucket import Bucket as OfTheProxy
 from tests.lab.buckets import Bucket, JuiceFs, Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
 from tests.lab.objects import open_bucket
@@ -55,6 +56,15 @@ def test_a_bucket_does_what_the_tier_needs(bucket: Bucket) -> None:
     obstore.delete(store, "v1/n/b.meta")
     with pytest.raises(FileNotFoundError):
         obstore.get(store, "v1/n/b.meta")
+
+
+async def test_the_proxy_uses_an_endpoint_over_http_that_it_is_given(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment().items():
+        monkeypatch.setenv(name, value)
+    pages = [page async for page in OfTheProxy(bucket.url).list("v1/nothing")]
+    assert pages in ([], [[]])
 
 
 @pytest.mark.parametrize("fault", HARM_UPLOADS)

@@ -49,7 +49,6 @@ class Bucket(ServerProcess):
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_ENDPOINT_URL": endpoint or self.base_url,
             "AWS_REGION": "us-east-1",
-            "AWS_ALLOW_HTTP": "true",
         }
 
     def _is_ready(self) -> bool:
