@@ -39,7 +39,8 @@ class Balancer(ServerProcess):
         if not has_affinity:
             text = _replace(text, *_AFFINITY[name])
         for address, (port, admin_port) in zip(DOCUMENTED, hosts, strict=True):
-            text = _replace(text, f"{address}:8081", f"127.0.0.1:{port}")
+            assert f"{address}:8081" in text
+            text = text.replace(f"{address}:8081", f"127.0.0.1:{port}")
             if name == "haproxy":
                 text = _replace(text, "check port 8082", f"check port {admin_port}")
         bound = {"nginx": ("listen 8080;", "listen 127.0.0.1:{};")}.get(

@@ -106,6 +106,18 @@ async def test_a_host_without_its_llama_server_is_passed_over(
         await until(lambda: is_down(haproxy, left))
         assert {await haproxy.ask(i, 1) for i in CONVERSATIONS} == {1 - left}
 
+        await asyncio.to_thread(rigs[1 - left].server.kill)
+        await until(lambda: is_down(haproxy, 1 - left))
+        waiting = asyncio.ensure_future(haproxy.ask(0, 2))
+        await until(lambda: waits_at_a_host(rigs))
+        for rig in rigs:
+            await asyncio.to_thread(rig.server.start)
+        await waiting
+
+
+async def waits_at_a_host(rigs: list[Rig]) -> bool:
+    return any(rig.running.pool.n_waiting for rig in rigs)
+
 
 async def is_down(haproxy: Behind, host: int) -> bool:
     return f"llama/{('one', 'two')[host]} is DOWN" in haproxy.balancer.log_text()
