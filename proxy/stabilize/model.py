@@ -277,8 +277,9 @@ class Draft:
     """A request that is being rewritten: stabilizers read and set `body`, and add to `lessons`."""
 
     def __init__(self, route: Route, body: Json, memory: Memory, facts: RequestFacts) -> None:
-        """Raises UnknownShape if the messages are no list of objects."""
+        """Raises UnknownShape if the messages, or the tools, are no list of objects."""
         messages_of(route, body)
+        _objects(body.get("tools") or [], "tools")
         self.route = route
         self.body = body
         self.memory = memory
@@ -298,9 +299,7 @@ class Draft:
 
     @property
     def tools(self) -> list[Json]:
-        """The tools; raises UnknownShape."""
-        tools = self.body.get("tools")
-        return [] if tools is None else _objects(tools, "tools")
+        return list_of(self.body.get("tools"))
 
     def rewrite_system(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of the system prompt; a text in a list is removed if it becomes empty."""

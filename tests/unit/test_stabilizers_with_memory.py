@@ -96,9 +96,14 @@ def test_order_is_never_learned_from_another_tenant() -> None:
     assert order(sender.send(with_tools(*"abc", n_answers=0), RequestFacts(tenant="two"))) == "abc"
 
 
-@pytest.mark.parametrize(
-    "tools", [[{"name": "a"}, {"name": "a"}], [{"description": "no name"}], "none", [1]]
-)
+@pytest.mark.parametrize("tools", ["none", [1], {"a": 1}])
+def test_tools_that_llama_server_refuses_are_left_alone(tools: Any) -> None:
+    body = {"messages": [user("Fix it.")], "tools": tools}
+    result = stabilize(Route.CHAT, body, Memory(), set(Name))
+    assert result.body is body and not (result.lessons or result.failures)
+
+
+@pytest.mark.parametrize("tools", [[{"name": "a"}, {"name": "a"}], [{"description": "no name"}]])
 def test_tools_of_unknown_shape_are_left_alone_and_reported(tools: Any) -> None:
     body = {"messages": [user("Fix it.")], "tools": tools}
     result = stabilize(Route.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
