@@ -156,7 +156,7 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
         deadline.set(settings.drain_seconds)
 
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
-    clients.router.add_route("*", "/{path:.*}", front.handle)
+    clients.router.add_route("*", "/{path:(?s:.*)}", front.handle)  # a path may have a newline
     clients.on_shutdown.append(stop)
     # Before the first call to llama-server: another proxy may be using it, and would be disturbed.
     for address in (settings.admin, settings.listen):

@@ -23,6 +23,7 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/v1/models", None),
     ("GET", "/slots", None),
     ("GET", "/no/such/path?with=query&and=%2Fslash", None),
+    ("GET", "/no/such%0Apath", None),
     ("DELETE", "/v1/models", None),
     ("HEAD", "/", None),
     ("HEAD", "/health", None),
