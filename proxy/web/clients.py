@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
-from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
+from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain.views import client_name
 from proxy.llama import requests
 from proxy.llama.client import Body
@@ -150,3 +150,8 @@ class Front:
         except web.HTTPRequestEntityTooLarge as error:
             message = f"the request body is over {MAX_BODY_BYTES >> 20} MiB"
             raise ProxyError(message, 413) from error
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise
+            # aiohttp ends the bodies that are still coming before it ends their requests.
+            raise ProxyStopped("the proxy stopped before the request body was whole") from None

@@ -17,6 +17,7 @@ from proxy.settings import Settings
 from proxy.tasks import Tasks
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, hang_up, question, with_image
+from tests.lab.raw_bytes import RawConnection, chat, post
 from tests.lab.samples import sample
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -56,6 +57,22 @@ async def test_endless_stream_ends_in_an_error_when_the_time_is_up(
         assert b"the proxy stopped before the answer was whole" in await stream
         assert sample(running.metrics, "unanswered_requests_total", reason="proxy stopped") == 1
         await until(lambda: not rig.server.slots[0].lock.locked())
+        await rig.start_proxy()
+
+
+async def test_client_that_still_sends_at_shutdown_is_told_that_the_proxy_stops(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(drain_seconds=1.0) as rig:
+        n_before = len(asyncio.all_tasks())
+        connection = await RawConnection.open(rig.base_url)
+        connection.send(post(CHAT.encode(), chat())[:-1])
+        await until(lambda: len(asyncio.all_tasks()) >= n_before + 2)  # its connection and request
+        running = rig.running
+        await rig.stop_proxy()
+        assert await connection.status() == 503
+        await connection.close()
+        assert sample(running.metrics, "unanswered_requests_total", reason="proxy stopped") == 1
         await rig.start_proxy()
 
 
