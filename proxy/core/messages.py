@@ -147,10 +147,10 @@ _MIN_QUOTED = 12
 class Chat(NamedTuple):
     """The features of a chat request that tell its kind.
 
-    `asker` are its client's key and session. `header` has the digests of everything before the first
-    message that is not a system message, `own` those of the messages from there on, with the `roles`.
-    `words` are the user's first words. `quotes` is all the text of a request without tools. Both are empty
-    if text is not kept.
+    `asker` are its model and its client's key, and the session. `header` has the digests of everything
+    before the first message that is not a system message, `own` those of the messages from there on, with
+    the `roles`. `words` are the user's first words. `quotes` is all the text of a request without tools.
+    Both are empty if text is not kept.
     """
 
     asker: tuple[bytes, str]

@@ -125,7 +125,9 @@ class Journal:
         if request.kind or request.conversation is None or request.chat is None:
             return
         fields, words = request.chat.fields, self.shown(request.words)
-        asker, has_tools = (request.tenant, request.session), bool(fields.get("tools"))
+        # Behind a host of models, another model has not seen what this client has asked one of them.
+        of_model = request.namespace + request.tenant
+        asker, has_tools = (of_model, request.session), bool(fields.get("tools"))
         quotes = sketch.said_in(fields) if words and not has_tools else ""
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
         request.kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))

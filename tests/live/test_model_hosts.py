@@ -203,6 +203,7 @@ async def test_conversation_goes_on_after_its_model_was_swapped_out(
                 reply = await models.ask(kind, messages)
                 assert reply["model"] and models.loaded() == {kind}
                 usage, record = reply["usage"], await models.last_request()
+                assert record["kind"] != "retry"
                 n_cached = usage["prompt_tokens_details"]["cached_tokens"]
                 assert usage["prompt_tokens"] - n_cached == record["evaluated"]
         for messages in requests[2:]:
