@@ -145,7 +145,7 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
 async def _identify(process: Process, props: Props, launch: Launch) -> None:
     """Save what the slots hold, learn namespace and rule in an empty slot, and commit what was saved."""
     with suppress(UpstreamRefused):  # --no-slots: a save of a busy slot just waits for it
-        for status in await process.upstream.slots():
+        for status in await process.slot_states():
             if status.is_processing:
                 process.slots.lease(SlotId(status.id), time.monotonic())
     async with AsyncExitStack() as files:

@@ -358,6 +358,7 @@ class Server(Watched):
             if last:  # it is the same process: its slots are as they were
                 for slot in process.slots.free():
                     process.slots.set_content(slot.id, last.slots[slot.id].content)
+        before -= {DegradationKind.SLOTS_NOT_SHOWN}  # ends when they are shown
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
         warn_of_several(process)

@@ -159,6 +159,7 @@ async def test_index_that_cannot_be_read_is_named(
 @MESSAGES_FORMS
 async def test_slots_that_are_not_shown_are_named(start_rig: StartRig, form: Form) -> None:
     async with start_rig(faults=Faults(refuse={"slots": 501})) as rig:
+        assert await rig.reasons() == ["slots not shown"]  # before a request needs them
         body = {"messages": form(question("a")), "max_tokens": 3}
         await rig.post("/v1/messages", body)
         assert await rig.reasons() == ["slots not shown"]
