@@ -92,10 +92,16 @@ class AnswerReader:
     """
 
     def __init__(
-        self, content_type: str, route: Route | None = None, *, keeps_text: bool = False
+        self,
+        content_type: str,
+        route: Route | None = None,
+        n_ends: int = 1,
+        *,
+        keeps_text: bool = False,
     ) -> None:
         """*route* tells where an answer has its calls; without a route no calls are read.
 
+        *n_ends* is how many completions the answer has: a native stream tells the end of each.
         Only a reader that *keeps_text* can say what a stream said: that takes 250 bytes a token.
         """
         self._is_stream = content_type.startswith("text/event-stream")
@@ -107,6 +113,7 @@ class AnswerReader:
         self._growing: dict[Any, list[str]] = {}
         """The id, the name and the parts of the arguments of calls that are not complete yet."""
         self._text_lines: list[bytes] | None = [] if keeps_text else None
+        self._n_ends = n_ends
         self._has_ended = False
         self.has_token = False
         """Whether a stream has brought its first token.
@@ -150,7 +157,8 @@ class AnswerReader:
         for carrier in (event, event.get("message"), event.get("response")):
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
-        is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
+        self._n_ends -= event.get("stop") is True
+        is_last = self._n_ends <= 0 or event.get("type") in _LAST_EVENTS
         # Messages streams have no object around an error. llama-server may have emptied the slot for it.
         if is_error := isinstance(event.get("error"), dict) or event.keys() >= {"code", "message"}:
             self._timings, self._usages = None, []

@@ -213,7 +213,7 @@ def chat_form(
     if (reason := _bypass_reason(route, body)) or body is None:
         return None, reason
     if route is Route.COMPLETION:
-        return body, None
+        return GenerationBody(body.raw, {**body.fields, "prompt": _prompts_of(body)[0]}), None
     try:
         chat = as_chat_body(route, body)
     except UnknownShape as why:
@@ -228,10 +228,11 @@ def chat_form(
     return chat, None
 
 
-def n_completions(body: GenerationBody) -> int:
-    """Return how many slots the request will use."""
+def n_completions(route: Route, body: GenerationBody) -> int:
+    """Return how many completions the request asks for: for each of its prompts, one or several."""
     n = member(body.fields, "n_cmpl", body.fields.get("n"))
-    return int(n) if isinstance(n, int | float) and n > 1 else 1
+    n_prompts = len(_prompts_of(body)) if route is Route.COMPLETION else 1
+    return max(1, n_prompts) * (int(n) if isinstance(n, int | float) and n > 1 else 1)
 
 
 def _bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
@@ -245,14 +246,18 @@ def _bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
         return "body is not a JSON object"
     if route is Route.MESSAGES:
         return None
-    if n_completions(body) > 1:
+    if n_completions(route, body) > 1:
         return "several completions"
     for name in _TAINTING:
         if body.fields.get(name):
             return f"{name} in the request"
     if body.fields.get("cache_prompt") is False:
         return "cache_prompt is false"
-    return _prompt_reason(body.fields.get("prompt")) if route is Route.COMPLETION else None
+    if route is not Route.COMPLETION:
+        return None
+    prompt = next(iter(_prompts_of(body)), None)
+    is_text = isinstance(prompt, str) and prompt
+    return None if is_text or _has_tokens(prompt) else "no prompt"
 
 
 def has_media(body: GenerationBody) -> bool:
@@ -266,14 +271,15 @@ def _kinds_of_parts(body: GenerationBody) -> set[str]:
     return {text_of(part, "type") for parts in lists for part in parts}
 
 
-def _prompt_reason(prompt: Any) -> str | None:
-    if isinstance(prompt, str) and prompt:
-        return None
-    if not isinstance(prompt, list) or not prompt:
-        return "no single prompt"
-    # A list with a number in it is one prompt; a list of strings only is several.
-    kinds = {type(part) for part in prompt}
-    return None if kinds <= {int, str} and int in kinds else "several prompts"
+def _prompts_of(body: GenerationBody) -> list[Any]:
+    prompt = body.fields.get("prompt")
+    return prompt if isinstance(prompt, list) and not _has_tokens(prompt) else [prompt]
+
+
+def _has_tokens(prompt: Any) -> bool:
+    """Return whether a list is one prompt: it has a number in it. A list of strings only is several."""
+    kinds = set(map(type, list_of(prompt)))
+    return kinds <= {int, str} and int in kinds
 
 
 def taints_slot(body: GenerationBody) -> bool:

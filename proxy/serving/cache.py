@@ -164,7 +164,7 @@ class Cache:
             read = partial(self._read_now, process, request)
             return await serving(process, request, turn, read).serve()
         is_pinned = requests.honours_id_slot(request.route) and not is_left_alone
-        if body is None or not is_pinned or requests.n_completions(body) > 1:
+        if body is None or not is_pinned or request.n_completions > 1:
             await UncachedRequest(process, request, turn).serve_unpinned()
         else:
             await UncachedRequest(process, request, turn).serve_pinned(body)

@@ -128,6 +128,10 @@ class Request:
         return self.body is not None and self.body.fields.get("stream") is True
 
     @property
+    def n_completions(self) -> int:
+        return requests.n_completions(self.route, self.body) if self.body else 1
+
+    @property
     def words(self) -> str:
         """Its user's first words."""
         body = self.chat or self.body

@@ -41,9 +41,8 @@ class UncachedRequest:
         self._process = process
         self._request = request
         self._turn = turn
-        self._body = body = request.body
-        n_slots = 1 if body is None else requests.n_completions(body)
-        self._n_slots = min(n_slots, len(process.slots))
+        self._body = request.body
+        self._n_slots = min(request.n_completions, len(process.slots))
         self._namespace = request.namespace
         self._before: LastTasks | None = None
         self._is_sent = self._is_placed = False

@@ -138,7 +138,8 @@ class Exchange:
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
         keeps_text = request is not None and request.keeps_text
-        self._reader = AnswerReader(content_type, route, keeps_text=keeps_text)
+        n_ends = request.n_completions if request else 1
+        self._reader = AnswerReader(content_type, route, n_ends, keeps_text=keeps_text)
         return await self._pass_on(target, stream_edit, edited)
 
     async def _pass_on(

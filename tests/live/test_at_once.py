@@ -1,6 +1,7 @@
 """Prompts that come together are answered as alone."""
 
 import asyncio
+import json
 import random
 from typing import Any
 
@@ -43,6 +44,28 @@ async def test_prompts_of_any_length_at_once_are_answered_as_alone(
             await rig.settled()
             for body, reply in zip(bodies, replies, strict=True):
                 assert distance(reply, await alone(rig, body)) <= WRONG_BAR
+
+
+async def test_prompts_of_one_request_run_at_once(start_rig: StartRig) -> None:
+    prompts = [prompt(SHORT, seed)["prompt"] for seed in range(2)]
+    body = {"prompt": prompts, "n_predict": 30, "stream": True, "ignore_eos": True}
+    async with start_rig("hybrid") as rig:
+        async with rig.client.post(rig.base_url + COMPLETION, json=body) as reply:
+            events = [json.loads(line[5:]) for line in (await reply.read()).split(b"\n\n")[:-1]]
+        told = [event for event in events if event]  # llama-server also sends a null
+        numbers = [event["index"] for event in told]
+        assert numbers != sorted(numbers) and sum(event["stop"] for event in told) == 2
+
+
+async def test_prompt_in_a_list_of_one_is_cached(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        body = prompt(SHORT, seed=1)
+        body["prompt"] = [body["prompt"]]
+        await rig.post(COMPLETION, body)
+        body["prompt"][0] += prompt(9, seed=2)["prompt"]
+        await rig.post(COMPLETION, body)
+        await rig.settled()
+        assert rig.sample("requests_total", outcome="hit") == 1
 
 
 async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(

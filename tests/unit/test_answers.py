@@ -113,6 +113,15 @@ def test_first_token_comes_after_comments_and_progress() -> None:
     assert reader.has_token
 
 
+def test_stream_of_several_completions_ends_with_the_last_of_them() -> None:
+    reader = AnswerReader("text/event-stream", Route.COMPLETION, 2)
+    end = b'data: {"index":%d,"content":"","stop":true}\n\n'
+    reader.feed(end % 1)
+    assert not reader.is_complete
+    reader.feed(end % 0)
+    assert reader.is_complete
+
+
 def test_first_token_of_an_answer_that_comes_whole_is_not_known() -> None:
     reader = AnswerReader("application/json")
     reader.feed(JSON_ANSWER)

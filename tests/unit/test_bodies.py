@@ -209,15 +209,18 @@ def test_bypass_reason_of_a_chat_is_named(changes: dict[str, Any], reason: str |
         ("text", None),
         ([1, 2, 3], None),
         ([1, "text", 2], None),
-        ("", "no single prompt"),
-        ([], "no single prompt"),
-        (None, "no single prompt"),
-        ({"prompt_string": "x", "multimodal_data": []}, "no single prompt"),
-        (["one"], "several prompts"),
-        (["one", "two"], "several prompts"),
-        ([[1, 2], [3]], "several prompts"),
-        ([1, [2]], "several prompts"),
-        ([True], "several prompts"),
+        (["one"], None),
+        ([[1, 2]], None),
+        ("", "no prompt"),
+        ([], "no prompt"),
+        ([""], "no prompt"),
+        ([["one"]], "no prompt"),
+        (None, "no prompt"),
+        ({"prompt_string": "x", "multimodal_data": []}, "no prompt"),
+        ([True], "no prompt"),
+        (["one", "two"], "several completions"),
+        ([[1, 2], [3]], "several completions"),
+        ([1, [2]], "several completions"),
     ],
 )
 def test_bypass_reason_of_a_prompt_is_named(prompt: Any, reason: str | None) -> None:
@@ -230,10 +233,13 @@ def test_bypass_reason_of_an_unreadable_body_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "n"),
-    [({}, 1), ({"n": 0}, 1), ({"n": 3}, 3), ({"n": "3"}, 1), ({"n": 2, "n_cmpl": 4}, 4)],
+    [
+        *[({}, 1), ({"n": 0}, 1), ({"n": 3}, 3), ({"n": "3"}, 1), ({"n": 2, "n_cmpl": 4}, 4)],
+        *[({"prompt": ["a", "b"]}, 2), ({"prompt": [[1], [2]], "n": 2}, 4), ({"prompt": []}, 1)],
+    ],
 )
 def test_n_completions_counts_slots(fields: dict[str, Any], n: int) -> None:
-    assert n_completions(body(fields)) == n
+    assert n_completions(Route.COMPLETION, body(fields)) == n
 
 
 TALK = body(
