@@ -73,12 +73,17 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} reused something"
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
-    yield "restored", f"{today['n_restored']:,} of the reused tokens"
+    yield "restored", f"{today['n_restored']:,} of the reused tokens; the others lay in slots"
     missed = f"{today['n_missed']:,} known tokens, in {today['n_missing']:,} of the requests"
     yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
     # A few short restores may have taken longer than evaluating: nothing is saved yet.
     saved = today["saved_seconds"]
-    yield "time saved", f"{seconds_in_words(saved)} of evaluation" if saved > 0 else "nothing yet"
+    yield (
+        "time saved",
+        f"{seconds_in_words(saved)} of evaluation, by all reused tokens"
+        if saved > 0
+        else "nothing yet",
+    )
 
 
 # An explanation for people, with the changes in colour.

@@ -33,7 +33,8 @@ export class Figures {
       },
       {
         name: "saved", value: saved ? span(saved) : "–", label: "of evaluation saved",
-        note: !today.n_reused ? "nothing yet" : `${number(today.n_restored)} tokens came from disk`, action: showSeconds,
+        note: today.n_reused ? `${number(today.n_reused - today.n_restored)} tokens lay in slots, ${number(today.n_restored)} on disk` : "nothing yet",
+        action: showSeconds,
       },
       { name: WATTS, value: this.#watts && saved ? energy((saved * this.#watts) / 3600) : "–", label: "of energy saved" },
       {
