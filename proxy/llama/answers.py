@@ -80,6 +80,11 @@ class Answer:
     complaint: str = ""
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether it ended before its last event, but did not break off."""
+        return self.timings is None and self.status == 200 and not self.is_broken
+
+    @property
     def is_refusal(self) -> bool:
         """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
         return self.timings is None and 400 <= self.status < 500

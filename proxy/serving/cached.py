@@ -395,11 +395,7 @@ class CachedRequest:
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
                 process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
-            content = process.slots[slot_id].content
-            is_at_risk = is_cut_at_risk(process.rule, content, process.n_believed_points)
-            # During a placement another request may be running in this slot already.
-            if (self._request.warms or is_at_risk) and not process.queue.is_placing:
-                self._lease.hand_over(process.saves.begin(slot_id))
+            self._save_now(is_stopped=answer.is_stopped)
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):
@@ -416,7 +412,7 @@ class CachedRequest:
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             process.has_run_out_of_cells |= process.is_overfull
-            return unknown
+            return replace(unknown, likely=prompt.tokens)
         n_prompt = timings.cache_n + timings.prompt_n
         if prompt.is_before_media and n_prompt > prompt.n_tokens:
             account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
@@ -488,3 +484,14 @@ class CachedRequest:
             detail = f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}"
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, detail)
             process.blame(checkpoint, account.failure)
+
+    def _save_now(self, *, is_stopped: bool) -> None:
+        """Save a slot that was warmed, that is about to lose a context checkpoint that is needed, or whose
+        answer was stopped: only a save tells its tokens, and the client soon asks again.
+        """
+        process, slot_id = self._process, self._plan.slot_id
+        content, n_believed = process.slots[slot_id].content, process.n_believed_points
+        is_due = self._request.warms or is_cut_at_risk(process.rule, content, n_believed)
+        # During a placement another request may be running in this slot already.
+        if (is_due or is_stopped) and not process.queue.is_placing:
+            self._lease.hand_over(process.saves.begin(slot_id))
