@@ -98,7 +98,10 @@ class UncachedRequest:
                 self._abandon(lease)
                 raise
             self._mark_unknown(used)
-            await self._process.finish(lease, self._end_copy(used))
+            if self._n_slots > 1:  # its client has its answer, and does not wait
+                if not self._is_placed:
+                    self._process.queue.end_placement(lease, used)
+                lease.hand_over(self._process.tasks.start(self._end_copy(used)))
 
     async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> Answer:
         """Send the request, report it, and return the answer.

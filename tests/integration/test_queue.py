@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy import app
@@ -282,3 +283,21 @@ async def test_slots_are_emptied_only_for_cells_and_while_llama_server_chooses_n
             assert len(rig.server.seen_at("erase")) == n_erased + 1
         await asked
         assert len(rig.server.seen_at("erase")) == n_erased + 2
+
+
+async def test_client_of_several_completions_does_not_wait_for_their_copies_to_end(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig() as rig:
+        (await rig.attached()).shares_cells = False
+        gate = rig.server.hold("evaluate")
+        body = {"messages": question("a"), "n": 2}
+        connector = aiohttp.TCPConnector(limit=1)  # the second request comes on the same connection
+        async with aiohttp.ClientSession(connector=connector) as client:
+            async with client.post(rig.base_url + CHAT, json=body) as reply:
+                await reply.read()
+            await gate.reached()
+            async with client.get(rig.base_url + "/health") as reply:
+                assert reply.status == 200
+        rig.server.release("evaluate")
+        await rig.chat("b")
