@@ -134,12 +134,10 @@ class Launches:
 
         llama-server itself would empty an idle slot without saving it (server-context.cpp).
         """
-        process, table = self._process, self._table
-        for free in sorted(table.free(), key=lambda slot: slot.used_at):
-            others = (slot for slot in table if slot.id != slot_id)
-            if free.id != slot_id and process.is_short_of_cells(n_tokens, others):
-                await process.queue.until_unheld()
-                await process.empty(free.id)
+        process, others = self._process, [slot for slot in self._table if slot.id != slot_id]
+        while process.is_short_of_cells(n_tokens, others):
+            if not await process.empty_oldest(slot_id):
+                return
 
     async def _wait_for_saves(self) -> None:
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event

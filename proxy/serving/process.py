@@ -307,6 +307,19 @@ class Process(ServerServices):
             with self.faults.suppressed("erase", errors.UpstreamFault):
                 await self.finish(lease, self.erase(slot_id))
 
+    async def empty_oldest(self, slot_id: SlotId) -> bool:
+        """Save and empty the free slot beside *slot_id* that was used longest ago; False if none can be.
+
+        Where slots share their cells, that makes room for a prompt or for a restore, which frees none.
+        """
+        for other in sorted(self.slots, key=lambda slot: slot.used_at):
+            await self.queue.until_unheld()
+            if other.id != slot_id and not (other.is_leased or isinstance(other.content, Empty)):
+                await self.empty(other.id)
+                if isinstance(other.content, Empty):
+                    return True
+        return False
+
     async def overwrite(self, slot_id: SlotId) -> None:
         """Replace a slot's content by one token, where the slot cannot be erased; raises UpstreamFault."""
         self.require_alive()
@@ -364,8 +377,12 @@ class Process(ServerServices):
                 if refusal.status == 400:
                     # A restore that fails clears the slot (server-context.cpp, SLOT_RESTORE).
                     self.slots.set_content(slot_id, Empty())
-                if refusal.status != 400 or not await self._empty_another(slot_id):
+                others = (slot for slot in self.slots if slot.id != slot_id)
+                are_full = any(s.is_leased or not isinstance(s.content, Empty) for s in others)
+                if refusal.status != 400 or not (self.shares_cells and are_full):
                     raise
+                if not await self.empty_oldest(slot_id):
+                    raise NoRoom("context", "other slots hold too much for a restore") from None
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
@@ -373,22 +390,6 @@ class Process(ServerServices):
         )
         if n_restored != checkpoint.n_tokens:
             raise errors.UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
-
-    async def _empty_another(self, slot_id: SlotId) -> bool:
-        """Empty a slot for a restore that was refused; return False if no other slot takes its cells.
-
-        Where slots share their cells, a restore frees none. Raises NoRoom if no slot can be emptied.
-        """
-        others = [slot for slot in self.slots if slot.id != slot_id]
-        full = [s for s in others if s.is_leased or not isinstance(s.content, Empty)]
-        if not (self.shares_cells and full):
-            return False
-        for other in sorted(full, key=lambda slot: slot.used_at):
-            if not (other.is_leased or self.queue.is_placing):
-                await self.empty(other.id)
-                if isinstance(other.content, Empty):
-                    return True
-        raise errors.NoRoom("context", "other slots hold so much that a state cannot be restored")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, n_tokens: int, headers: Headers

@@ -366,4 +366,4 @@ async def test_slot_that_is_given_back_meanwhile_is_emptied_for_a_restore(
             process.slots.set_content(slot_id, Empty())
 
         monkeypatch.setattr(process, "empty", empty)
-        assert await process._empty_another(SlotId(0))
+        assert await process.empty_oldest(SlotId(0))
