@@ -395,7 +395,7 @@ class CachedRequest:
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
                 process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
-            self._save_now(is_stopped=answer.is_stopped)
+            self._save_now(is_stopped=answer.is_stopped and self._is_placed)
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):
@@ -412,7 +412,7 @@ class CachedRequest:
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             process.has_run_out_of_cells |= process.is_overfull
-            return replace(unknown, likely=prompt.tokens)
+            return replace(unknown, likely=prompt.tokens if self._is_placed else None)
         n_prompt = timings.cache_n + timings.prompt_n
         if prompt.is_before_media and n_prompt > prompt.n_tokens:
             account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
