@@ -78,12 +78,8 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
     # A few short restores may have taken longer than evaluating: nothing is saved yet.
     saved = today["saved_seconds"]
-    yield (
-        "time saved",
-        f"{seconds_in_words(saved)} of evaluation, by all reused tokens"
-        if saved > 0
-        else "nothing yet",
-    )
+    told = f"{seconds_in_words(saved)} of evaluation, by all reused tokens"
+    yield "time saved", told if saved > 0 else "nothing yet"
 
 
 # An explanation for people, with the changes in colour.
