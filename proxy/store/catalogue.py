@@ -218,12 +218,21 @@ class Catalogue:
     ) -> list[Checkpoint]:
         """Return the checkpoints to remove to free *n_bytes*; fewer if the others are in use or pinned."""
         first = {*self._quarantined, *self._devalued}
-        others = (i for i in self.index.least_valuable() if i not in first)
+        others = (
+            (checkpoint, score)
+            for i, score in self.index.least_valuable()
+            if i not in first and (checkpoint := self.get(i))
+        )
         ranks = dict.fromkeys(self._quarantined, Rank.QUARANTINED)
         ranks |= dict.fromkeys(replaces, Rank.BEING_REPLACED)
         relatives = partial(self._relatives, get=cache(self.get))
         victims, scores = eviction.choose_victims(
-            self._those(chain(first, others)), n_bytes, relatives, present, ranks, self._in_use
+            chain(self._those(first), eviction.least_likely_first(others, present)),
+            n_bytes,
+            relatives,
+            present,
+            ranks,
+            self._in_use,
         )
         self._scores |= scores
         return victims

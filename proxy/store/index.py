@@ -242,9 +242,10 @@ class Index:
         """Yield the ids of all checkpoints, ascending; no transaction stays open."""
         return (CheckpointId(_ID.unpack(key)[0]) for key in self._keys(self._summaries))
 
-    def least_valuable(self) -> Iterator[CheckpointId]:
-        """Yield the ids of all checkpoints, the lowest score first; no transaction stays open."""
-        return (CheckpointId(_PLACE.unpack(key)[1]) for key in self._keys(self._order))
+    def least_valuable(self) -> Iterator[tuple[CheckpointId, float]]:
+        """Yield all ids and scores, the lowest score first; no transaction stays open."""
+        places = map(_PLACE.unpack, self._keys(self._order))
+        return ((CheckpointId(checkpoint_id), score) for score, checkpoint_id in places)
 
     def _keys(self, database: Any) -> Iterator[bytes]:
         begin = b""

@@ -350,11 +350,11 @@ async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None
         await store.quarantine_for_good([made[1]], Quarantine("it ended llama-server", 1.0))
         await store.pin(made[4].id, is_pinned=True)
         expected = [made[i].id for i in (1, 3, 2, 0, 4)]
-        assert list(store.index.least_valuable()) == expected
+        assert [i for i, _ in store.index.least_valuable()] == expected
         assert [c.id for c in store.newest(2)] == expected[:-3:-1]
         assert [v.id for v in store.victims(1 << 30, present)] == expected[:-1]
     with opened(tmp_path, 1 << 30) as store:
-        assert list(store.index.least_valuable()) == expected
+        assert [i for i, _ in store.index.least_valuable()] == expected
         assert [c.id for c in store.quarantined] == expected[:1]
         assert store.pinned_bytes == made[4].size_bytes
 
@@ -386,8 +386,25 @@ async def test_victims_are_chosen_without_reading_the_whole_store(
             return record(checkpoint_id)
 
         monkeypatch.setattr(store.index, "record", note)
+        monkeypatch.setattr("proxy.core.eviction.N_READ", N_COMPARED)
         [victim] = store.victims(1, Present(time.time()))
         assert victim.id in read and len(set(read)) < 2 * N_COMPARED
+
+
+async def test_first_turn_goes_before_older_conversations_of_many_turns(tmp_path: Path) -> None:
+    now = time.time()
+
+    async def commit(number: int, n_messages: int, pause_seconds: float) -> Checkpoint:
+        tokens, used_at = run_of(300, start=1000 * number), now - pause_seconds
+        return await store.commit(
+            *new_state(store, tokens, last_used_at=used_at, n_messages=n_messages)
+        )
+
+    with opened(tmp_path, 1 << 30) as store:
+        first_turn = await commit(0, 1, 60)
+        for number in range(1, N_COMPARED + 20):
+            await commit(number, 41, 90)
+        assert store.victims(1, Present(now)) == [first_turn]
 
 
 def test_file_system_without_a_limit_has_room(

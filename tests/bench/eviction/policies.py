@@ -8,10 +8,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 
-from proxy.core.eviction import Present, Rank, choose_victims, score_of
-from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.eviction import Present, Rank, choose_victims, least_likely_first, score_of
+from proxy.core.model import CheckpointId
 from tests.bench.eviction.shelf import File, Shelf
 from tests.bench.eviction.trace import Asked
 
@@ -79,25 +80,19 @@ class Ours(Policy):
         insort(self._order, (score, checkpoint_id))
 
     def victims(self, n_bytes: int, now: float, replaces: Collection[CheckpointId]) -> list[File]:
-        first = dict.fromkeys(i for i in self._devalued if i in self.shelf.files)
-        others = (i for _, i in self._order if i not in first)
+        files, present = self.shelf.files, Present(now)
+        first = dict.fromkeys(i for i in self._devalued if i in files)
+        others = ((files[i].checkpoint, score) for score, i in self._order if i not in first)
         victims, scores = choose_victims(
-            self._checkpoints([*first], others),
+            chain((files[i].checkpoint for i in first), least_likely_first(others, present)),
             n_bytes,
             self.shelf.relatives,
-            Present(now),
+            present,
             dict.fromkeys(replaces, Rank.BEING_REPLACED),
         )
         for checkpoint_id, score in scores.items():
             self._score(checkpoint_id, score)
         return [self.shelf.files[v.id] for v in victims]
-
-    def _checkpoints(
-        self, first: list[CheckpointId], others: Iterator[CheckpointId]
-    ) -> Iterator[Checkpoint]:
-        for ids in (iter(first), others):
-            for checkpoint_id in ids:
-                yield self.shelf.files[checkpoint_id].checkpoint
 
 
 N_DEVALUED = 16
