@@ -58,8 +58,9 @@ def connect(
     llama-prefix-cache connect opencode --write    merges them there, and tries them out
     llama-prefix-cache connect opencode --undo     restores the file from before --write
 
-    CLIENT: opencode, kilo, claude-code, codex, qwen-code, pi, cline, crush, continue, open-webui,
-    openai-sdk, anthropic-sdk. Any other client of OpenAI's API takes the URL that openai-sdk prints.
+    CLIENT: opencode, kilo, claude-code, codex, copilot, qwen-code, kimi, pi, cline, crush, continue,
+    hermes, openclaw, open-webui, openai-sdk, anthropic-sdk. Any other client of OpenAI's API takes the
+    URL that openai-sdk prints.
     URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
     old file beside the new one. Two small requests then show whether requests of this form are cached.
     """
@@ -80,8 +81,9 @@ def connect(
         model = Path(model).stem
     facts = {"URL": server.url, "MODEL": model, "KEY": api_key}
     n_ctx = min(each["n_ctx"] for each in servers)
-    sizes = {"CONTEXT": n_ctx, "WINDOW": max(n_ctx, 100_000), "OUTPUT": min(8192, n_ctx // 4)}
-    client = client_of(name, facts | sizes)
+    output = min(8192, n_ctx // 4)
+    sizes = {"CONTEXT": n_ctx, "PROMPT": n_ctx - output, "OUTPUT": output}
+    client = client_of(name, facts | sizes | {"WINDOW": max(n_ctx, 100_000)})
     content, hint = client["content"], client.get("hint", "")
     other = own.with_suffix(".jsonc")  # OpenCode makes one that only names its schema
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
@@ -123,7 +125,7 @@ def _short_context(n_ctx: int) -> str:
     if n_ctx >= _USUAL_CONTEXT:
         return ""
     short = f"A slot has {n_ctx:,} tokens, too few for the first prompt of most agents"
-    return f"{short}: give llama-server a larger -c, or fewer slots (-np)."
+    return f"{short}: a larger -c, fewer slots (-np) or a model with a longer context helps."
 
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:

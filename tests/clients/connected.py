@@ -28,8 +28,12 @@ class Client:
     n_compacting: int = 0
     """Tokens at most of a prompt that has the conversation compacted first, or of the command to do so."""
     compact_prompt: str = "What is left to do?"
+    n_sessions: int = 2
+    """How many fresh sessions until what they share is known."""
     script: str = ""
     """What the program runs, where that is an interpreter."""
+    has_file: bool = True
+    """Whether `connect` writes a file; else it prints variables."""
 
 
 _N_ID = 36
@@ -87,6 +91,25 @@ CLIENTS = (
         n_at_most=(60, 60),
         script="@earendil-works/pi-coding-agent/dist/cli.js",
     ),
+    Client(
+        "kimi",
+        "node-linux-*/bin/node",
+        ("--prompt",),
+        ("--continue", "--prompt"),
+        # Date and permissions follow the user's first words.
+        n_at_most=(400, 400),
+        script="@moonshot-ai/kimi-code/dist/main.mjs",
+    ),
+    Client(
+        "copilot",
+        "@github/copilot-linux-*/copilot",
+        ("--allow-all-tools", "--prompt"),
+        ("--allow-all-tools", "--continue", "--prompt"),
+        # A folder named after the session stands near the end of the system prompt.
+        n_at_most=(900, 400),
+        n_sessions=3,
+        has_file=False,
+    ),
 )
 
 
@@ -99,10 +122,15 @@ class Connected:
         self._environment = {"PATH": os.environ["PATH"], "HOME": str(home)}
 
     async def connect(self, url: str, admin_url: str) -> str:
-        """Have the proxy's own command write the client's settings; return what it says."""
-        addresses = ["--url", url, "--admin", admin_url.removeprefix("http://")]
-        arguments = ["connect", self._client.name, "--write", "--yes", *addresses]
-        return (await run(PROXY, arguments, REPOSITORY, self._environment)).decode()
+        """Have the proxy's own command write or tell the client's settings; return what it says."""
+        arguments = ["connect", self._client.name, "--url", url]
+        arguments += ["--admin", admin_url.removeprefix("http://")]
+        if self._client.has_file:
+            arguments += ["--write", "--yes"]
+        said = (await run(PROXY, arguments, REPOSITORY, self._environment)).decode()
+        if not self._client.has_file:
+            self._environment |= dict(line.split("=", 1) for line in said.splitlines())
+        return said
 
     async def ask(self, prompt: str, folder: Path, how: tuple[str, ...]) -> None:
         """Give the client one prompt; *how* tells whether in a new conversation."""

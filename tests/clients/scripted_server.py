@@ -75,7 +75,7 @@ class ScriptedServer(LlamaServer):
         if not body.get("stream"):
             status, content_type, answer = await self._ask(request, raw)
             return web.Response(status=status, content_type=content_type, body=answer)
-        one_token = json.dumps({**body, "max_tokens": 1}).encode()
+        one_token = json.dumps({**body, "max_tokens": 1, "max_completion_tokens": 1}).encode()
         status, content_type, answer = await self._ask(request, one_token)
         if status != 200:
             return web.Response(status=status, content_type=content_type, body=answer)

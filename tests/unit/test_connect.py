@@ -30,7 +30,7 @@ from tests.lab.server import REPOSITORY
 
 FACTS = {
     **{"URL": "http://127.0.0.1:8081", "MODEL": "local-model", "KEY": "none"},
-    **{"CONTEXT": 65536, "WINDOW": 100_000, "OUTPUT": 8192},
+    **{"CONTEXT": 65536, "WINDOW": 100_000, "PROMPT": 57344, "OUTPUT": 8192},
 }
 
 
@@ -55,6 +55,13 @@ def test_codex_is_told_what_the_guide_says() -> None:
     told = tomllib.loads(written(Path("config.toml"), content("codex")))
     assert told["model_providers"]["llama-server"]["base_url"] == "http://127.0.0.1:8081/v1"
     assert told["model_context_window"] == 65536
+
+
+def test_first_prompt_fits_in_what_kimi_does_not_keep_free() -> None:
+    """Of 65,536 tokens its default keeps 50,000 free: its first prompt of 29,500 begins a compaction."""
+    told = tomllib.loads(written(Path("config.toml"), content("kimi")))
+    kept_free = told["loop_control"]["reserved_context_size"]
+    assert told["models"]["llamacpp"]["max_context_size"] - kept_free > 29_500
 
 
 def test_model_name_with_quotes_stays_one_name() -> None:
