@@ -55,8 +55,11 @@ def error_response(path: str, error: ProxyError, headers: dict[str, str]) -> web
 
 
 def error_event(path: str, error: ProxyError) -> bytes:
-    """Return a stream event that ends a broken answer, in the shape of the stream's API."""
-    return _event(path, _own_error(error.status, str(error)))
+    """Return a stream event that ends a broken answer, in the shape of the stream's API.
+
+    OpenCode, Kilo and pi try again only if the message has a status that says so.
+    """
+    return _event(path, _own_error(error.status, f"{error} (status {error.status})"))
 
 
 def error_event_of(path: str, status: int, body: bytes) -> bytes:
