@@ -38,6 +38,8 @@ _TYPES = {
 }
 """The type of an error by its status: llama-server's, and Anthropic's."""
 
+_TOO_LONG = "exceed_context_size_error"
+
 Error = dict[str, Any]
 Edit = Callable[[bytes], bytes]
 _AS_IT_IS: Edit = bytes
@@ -77,6 +79,12 @@ def anthropic_error(status: int, body: bytes) -> bytes:
     return body if error is None else msgspec.json.encode(_anthropic(error, status))
 
 
+def overflow_error(body: bytes) -> bytes:
+    """Return a refusal of too long a prompt in words that clients know; any other body as it is."""
+    error = _read_error(body) or {}
+    return msgspec.json.encode({"error": error}) if error.get("type") == _TOO_LONG else body
+
+
 def _own_error(status: int, message: str) -> Error:
     kind, _ = _TYPES.get(status, _TYPES[500])
     return {"code": status, "message": f"{HOP}: {message}", "type": kind, "src": HOP}
@@ -89,7 +97,18 @@ def _read_error(body: bytes) -> Error | None:
         return None  # in Anthropic's shape already
     error = content.get("error", content)
     error = {"message": error} if "src" in content and isinstance(error, str) else error
-    return error if isinstance(error, dict) and "message" in error else None
+    return _in_known_words(error) if isinstance(error, dict) and "message" in error else None
+
+
+def _in_known_words(error: Error) -> Error:
+    """Return a refusal of too long a prompt in Anthropic's words and llama-server's; others as they are.
+
+    OpenCode, pi and Hermes know llama-server's words; Claude Code, Kimi Code and qwen-code the others.
+    """
+    if error.get("type") != _TOO_LONG:
+        return error
+    told = f"{error.get('n_prompt_tokens', 0)} tokens > {error.get('n_ctx', 0)} maximum"
+    return error | {"message": f"prompt is too long: {told} ({_TOO_LONG}: {error['message']})"}
 
 
 def _event(path: str, error: Error) -> bytes:
@@ -102,18 +121,10 @@ def _event(path: str, error: Error) -> bytes:
 
 
 def _anthropic(error: Error, status: int = 500) -> Error:
-    """Return an error in Anthropic's shape; *status* counts where it has no number for a code.
-
-    Some clients know Anthropic's words for a prompt that is too long, others llama-server's: such an error
-    has both.
-    """
-    code, message = error.get("code"), str(error["message"])
+    """Return an error in Anthropic's shape; *status* counts where it has no number for a code."""
+    code = error.get("code")
     _, kind = _TYPES.get(code if isinstance(code, int) else status, _TYPES[500])
-    if error.get("type") == "exceed_context_size_error":
-        n_prompt, n_ctx = error.get("n_prompt_tokens", 0), error.get("n_ctx", 0)
-        told = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum"
-        message = f"{told} ({error['type']}: {message})"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": str(error["message"])}}
 
 
 class StreamEdit:
@@ -175,6 +186,8 @@ def edits_of(
         edit = usage.of_answer
     elif answer.status >= 400 and of_anthropic:
         edit = partial(anthropic_error, answer.status)
+    elif answer.status == 400:
+        edit = overflow_error
     if request and request.warms:
         true = edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body))

@@ -103,7 +103,9 @@ async def test_prompt_that_fills_the_context_is_served_and_a_larger_one_refused(
             body = {"prompt": prompt(n_tokens), "n_predict": 4}
             async with rig.client.post(rig.base_url + "/completion", json=body) as reply:
                 assert reply.status == 400
-                assert (await reply.json())["error"]["type"] == "exceed_context_size_error"
+                error = (await reply.json())["error"]
+                assert error["type"] == "exceed_context_size_error"
+                assert error["message"].startswith(f"prompt is too long: {n_tokens} tokens > ")
         n_evaluated, _ = await complete(rig, prompt(1010))
         assert n_evaluated <= 1010
         assert slots_in(await rig.health())["leased"] == 0
