@@ -30,6 +30,7 @@ class Client:
     compact_prompt: str = "What is left to do?"
     n_sessions: int = 2
     """How many fresh sessions until what they share is known."""
+    stabilizers: str = "safe"
     script: str = ""
     """What the program runs, where that is an interpreter."""
     has_file: bool = True
@@ -105,9 +106,10 @@ CLIENTS = (
         "@github/copilot-linux-*/copilot",
         ("--allow-all-tools", "--prompt"),
         ("--allow-all-tools", "--continue", "--prompt"),
-        # A folder named after the session stands near the end of the system prompt.
-        n_at_most=(900, 400),
+        # A folder named after the session stands near the end of the system prompt, before the tools.
+        n_at_most=(200, 200),
         n_sessions=3,
+        stabilizers="safe, sticky_session",
         has_file=False,
     ),
 )

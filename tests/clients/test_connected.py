@@ -32,7 +32,8 @@ async def test_connected_client_evaluates_its_header_once(
 ) -> None:
     # qwen-code asks again where an answer has no words, and a random model's often has none.
     start = start_scripted if client.name == "qwen-code" else start_plain
-    async with start("plain", listen=f"127.0.0.1:{find_free_port()}") as lab:
+    listen = f"127.0.0.1:{find_free_port()}"
+    async with start("plain", listen=listen, stabilizers=client.stabilizers) as lab:
         if isinstance(lab.rig.server, ScriptedServer):
             lab.scripted.script = ANSWERS
         connected = Connected(client, lab.folder / client.name)
