@@ -59,10 +59,9 @@ def connect(
     llama-prefix-cache connect opencode --undo     restores the file from before --write
 
     CLIENT: opencode, kilo, claude-code, codex, copilot, qwen-code, kimi, pi, cline, crush, continue,
-    hermes, openclaw, open-webui, openai-sdk, anthropic-sdk. Any other client of OpenAI's API takes the
-    URL that openai-sdk prints.
-    URL, model and context are those of the running proxy. --write shows the difference, asks, and keeps the
-    old file beside the new one. Two small requests then show whether requests of this form are cached.
+    hermes, openclaw, open-webui, openai-sdk, anthropic-sdk. Any other client of OpenAI's API takes the URL
+    that openai-sdk prints. URL, model and context are those of the running proxy. --write shows the
+    difference, asks, keeps the old file, and tries the settings out with two small requests.
     """
     if write and undo:
         raise click.UsageError("--write and --undo are opposites: give one")
