@@ -382,7 +382,9 @@ class Process(ServerServices):
                 if refusal.status != 400 or not (self.shares_cells and are_full):
                     raise
                 if not await self.empty_oldest(slot_id):
-                    raise errors.NoRoom("context", "other slots hold too much for a restore") from None
+                    raise errors.NoRoom(
+                        "context", "other slots hold too much for a restore"
+                    ) from None
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
