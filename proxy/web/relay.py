@@ -91,8 +91,6 @@ class Exchange:
         except (aiohttp.ClientError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
-            if isinstance(error.__cause__, ProxyError):
-                raise error.__cause__ from None  # the body that the client sends is malformed
             message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
             if isinstance(error, NOT_CONNECTED):
                 raise ServerAway(message, was_sent=False) from error

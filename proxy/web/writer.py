@@ -13,10 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from aiohttp import EMPTY_PAYLOAD, web
-from aiohttp.web_protocol import RequestHandler, _ErrInfo
+from aiohttp import web
 
-from proxy.errors import ProxyError
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.serving.request import do_nothing
@@ -54,13 +52,12 @@ def for_any_page(client: web.Request) -> dict[str, str]:
 class Connection(asyncio.Protocol):
     """A client's connection, which stays open for a while after the client has closed its sending side.
 
-    aiohttp's own protocol would close the connection at once, and the client would get no answer. And it
-    lets the reader of a body wait for ever behind a malformed chunk.
+    aiohttp's own protocol would close the connection at once, and the client would get no answer.
     """
 
-    def __init__(self, protocol: RequestHandler) -> None:
+    def __init__(self, protocol: asyncio.Protocol) -> None:
         self._protocol = protocol
-        self._body = EMPTY_PAYLOAD
+        self.data_received = protocol.data_received  # type: ignore[method-assign]
         self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
         self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
         self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
@@ -68,17 +65,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
         self._protocol.connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._protocol.data_received(data)
-        if messages := self._protocol._messages:
-            message, body = messages[-1]
-            if isinstance(message, _ErrInfo) and not self._body.is_eof():
-                messages.pop()
-                self._protocol.close()  # once this request is answered
-                self._body.set_exception(ProxyError("the request body is malformed", 400))
-                self._body.feed_eof()
-            self._body = body
 
     def eof_received(self) -> bool:
         # Harmless if the connection has ended by then.

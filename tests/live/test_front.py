@@ -111,21 +111,6 @@ async def test_body_that_does_not_come_is_not_waited_for(
     assert await status_of(rig.base_url, post(CHAT, chat())[:-1]) == 408
 
 
-@pytest.mark.parametrize("path", [CHAT, b"/tokenize"])
-async def test_malformed_chunk_is_refused_at_once(rig: Rig, path: bytes) -> None:
-    head = post(path, b"", b"Transfer-Encoding: chunked\r\n").replace(b"Content-Length: 0\r\n", b"")
-    n_before = len(asyncio.all_tasks())
-    connection = await RawConnection.open(rig.base_url)
-    connection.send(head + b"2\r\n{}\r\n")
-    await until(
-        lambda: len(asyncio.all_tasks()) >= n_before + 2
-    )  # of the connection and the request
-    connection.send(b"zz\r\n")
-    assert await connection.status() == 400
-    assert await connection.status() == 0
-    await connection.close()
-
-
 async def test_head_that_does_not_come_is_not_waited_for(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
