@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,9 @@ def pytest_configure() -> None:
     # Disks need 10 to 40 ms for each sync.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    # Containers often forbid it; then each process that a test starts would compile the proxy anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Shells have what they start in the background ignore Ctrl-C, and commands under test inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -12,6 +12,7 @@ with more words behind a colon where the test needs them. The file named takes i
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -40,10 +41,10 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
-def all_blocks() -> Iterator[Block]:
-    """Yield every block of every page, in order."""
-    for page in PAGES:
-        yield from blocks_of(page)
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """Return every block of every page, in order."""
+    return tuple(block for page in PAGES for block in blocks_of(page))
 
 
 def blocks_of(page: Path) -> Iterator[Block]:

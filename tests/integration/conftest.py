@@ -51,6 +51,7 @@ def _nothing_escapes(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail a test after which asyncio or aiohttp had to report an exception that nobody caught."""
     yield
     gc.collect()
+    gc.freeze()  # or each collection would look at all that earlier tests have left in caches
     assert [r.getMessage() for r in caplog.get_records("call") if r.levelname == "ERROR"] == []
 
 

@@ -85,7 +85,7 @@ async def test_prompt_whose_client_left_before_it_was_sent_is_not_waited_for_in_
         assert await stays_leased(rig)
         assert (await rig.chat("c")).status == 200
         gate.open()
-        await rig.settled()
+        await until(lambda: len(rig.checkpoints) == 2)
 
 
 async def test_leaving_during_the_save_before_an_uncached_request_does_not_cut_it_short(

@@ -6,6 +6,7 @@ about four of them are a token.
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 Message = dict[str, Any]
@@ -18,6 +19,7 @@ _WORDS = (
 ).split()
 
 
+@cache
 def prose(seed: int, n_words: int) -> str:
     """Return *n_words* of repeatable text."""
     chosen = random.Random(seed).choices(_WORDS, k=n_words)
