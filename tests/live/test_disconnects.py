@@ -1,4 +1,4 @@
-"""250 requests whose clients leave at any moment: none fails, hangs or keeps a slot."""
+"""150 requests whose clients leave at any moment: none fails, hangs or keeps a slot."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from tests.lab.rig import Rig
 from tests.lab.run import slots_in
 from tests.live.conftest import StartRig, in_long
 
-N_REQUESTS = 250
+N_REQUESTS = 150
 N_AT_ONCE = 6
 HUNG_SECONDS = 300.0
 TOOLS = tools(2)
@@ -60,7 +60,7 @@ async def test_clients_that_leave_at_random_moments_leak_nothing(
 
         async with aiohttp.ClientSession() as client:
             outcomes = await asyncio.gather(*(one(client) for _ in range(N_REQUESTS)))
-        assert 50 < outcomes.count("left") < N_REQUESTS - 50
+        assert 30 < outcomes.count("left") < N_REQUESTS - 30
         await rig.settled()
         health = await rig.health()
         assert (slots_in(health)["leased"], health["n_waiting"]) == (0, 0)

@@ -52,7 +52,11 @@ CASES = {
 assert set(KINDS) <= set(CASES)
 IN_SHORT = {"swa, April", "hybrid, June", "swa, September"}
 """Of the older builds no other case runs but in the long tests."""
-SHORT = [case for case, (build, *_) in CASES.items() if build is None or case in IN_SHORT]
+SHORT = [
+    case
+    for case, (build, *_) in CASES.items()
+    if case != "compressed" and (build is None or case in IN_SHORT)
+]
 
 
 def process_of(rig: Rig) -> Process:

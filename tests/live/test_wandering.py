@@ -14,7 +14,7 @@ from tests.live.conftest import StartRig, in_long
 from tests.live.ledger import Ledger
 
 HEADERS = [[system(450)], [system(300, seed=5)]]
-N_STEPS = 80
+N_STEPS = 50
 N_CONVERSATIONS = 12
 N_LIVE = 4
 """Only the newest conversations go on."""

@@ -226,7 +226,7 @@ def test_every_request_of_a_conversation_is_stabilized_once_and_for_all(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.mutation.name)
-@pytest.mark.parametrize("facts", FACTS, ids=str)
+@pytest.mark.parametrize("facts", [FACTS[1], FACTS[2], FACTS[5]], ids=str)  # each of either kind
 def test_stabilizing_a_clients_requests_is_done_once(row: Row, facts: RequestFacts) -> None:
     memory, seen = Memory(), Seen()
     for made in row.mutation.calls_made:
