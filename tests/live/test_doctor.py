@@ -16,7 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from proxy.__main__ import main
 from proxy.core.model import RuleKind
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import (
@@ -480,11 +482,12 @@ def test_command_prints_a_report_and_takes_the_configuration_of_serve(
 
 def test_command_prints_json(new_server: NewServer, directory: Path) -> None:
     with new_server("hybrid", slot_save_path=None) as server:
-        result = run_doctor(
-            *("--upstream", server.base_url, "--slot-save-path", str(directory), "--json")
+        result = CliRunner().invoke(
+            main,
+            ["doctor", "--upstream", server.base_url, "--slot-save-path", str(directory), "--json"],
         )
     content = msgspec.json.decode(result.stdout)
-    assert result.returncode == content["exit_status"] == 2
+    assert result.exit_code == content["exit_status"] == 2
     assert content["verdict"] == "Caching will not work."
     assert "--slot-save-path" in next(f["cure"] for f in content["findings"] if f["cure"])
     (facts,) = content["facts"]["llama_servers"]
@@ -492,7 +495,8 @@ def test_command_prints_json(new_server: NewServer, directory: Path) -> None:
 
 
 def test_command_without_a_server_says_so(directory: Path) -> None:
-    result = run_doctor("--upstream", "http://127.0.0.1:9", "--slot-save-path", str(directory))
-    assert result.returncode == 2
+    where = ["--upstream", "http://127.0.0.1:9", "--slot-save-path", str(directory)]
+    result = CliRunner().invoke(main, ["doctor", *where])
+    assert result.exit_code == 2
     assert result.stdout.startswith("Caching will not work.")
     assert "--upstream URL" in result.stdout

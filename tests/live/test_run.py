@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,8 +16,10 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from click.testing import CliRunner, Result
 from structlog.testing import capture_logs
 
+from proxy.__main__ import main
 from proxy.cli.serve import _plan
 from proxy.run import process
 from proxy.run.process import has_amx, keep_running
@@ -156,14 +156,9 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
     options = ("--idle-save-seconds", "0.2")
     run = new_run(has_directory=False, environment=cache, options=options, arguments=arguments)
 
-    def command(*words: str, admin: bool = True) -> "subprocess.CompletedProcess[str]":
+    def command(*words: str) -> Result:
         where = {"LLAMA_PREFIX_CACHE_ADMIN": run.admin_url.removeprefix("http://")}
-        return subprocess.run(
-            [sys.executable, "-m", "proxy", *words],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **cache, **where},
-        )
+        return CliRunner(env=cache | where).invoke(main, words)
 
     run.start_and_await_caching()
     headers = {"Authorization": "Bearer a-key"}
@@ -173,25 +168,25 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
         assert reply.status == 200
     run.wait_for(lambda: run.health()["store"]["n_checkpoints"])
     doctor = command("doctor")
-    assert doctor.returncode == 0, doctor.stdout
+    assert doctor.exit_code == 0, doctor.stdout
     assert doctor.stdout.startswith("Caching will work.") and "It is caching" in doctor.stdout
     (stored,) = json.loads(command("ls", "--json").stdout)["checkpoints"]
     file = tmp_path / "out.lpc"
-    assert command("export", stored["id"], "-o", str(file)).returncode == 0 and file.exists()
+    assert command("export", stored["id"], "-o", str(file)).exit_code == 0 and file.exists()
     written = str(tmp_path / "written.json")
     for asking in (
         ("connect", "opencode", "--write", "--yes", "--file", written),
         ("bench", "--tokens", "512", "--yes", "--report", written),
     ):
         refused = command(*asking)
-        assert refused.returncode == 2 and "give --api-key KEY" in refused.stderr
-        assert command(*asking, "--api-key", "a-key").returncode == 0
+        assert refused.exit_code == 2 and "give --api-key KEY" in refused.stderr
+        assert command(*asking, "--api-key", "a-key").exit_code == 0
     assert run.stop() == 0
-    assert command("check").returncode == 0
+    assert command("check").exit_code == 0
     directory = str(tmp_path / "cache" / "llama-prefix-cache")
-    assert command("ls").returncode == 69 and "DIRECTORY" in command("ls").stderr
+    assert command("ls").exit_code == 69 and "DIRECTORY" in command("ls").stderr
     assert " checkpoints with" in command("ls", "--slot-save-path", directory).stdout
-    assert command("doctor").returncode == 2  # nothing runs
+    assert command("doctor").exit_code == 2  # nothing runs
 
 
 @ONE_KIND

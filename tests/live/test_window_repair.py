@@ -220,7 +220,7 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
 
 @pytest.mark.parametrize(
     ("kind", "flash_attention", "lengths"),
-    [("swa", "on", (1500, 3100)), ("swa", "off", (1500, 3100)), ("sparse_window", "on", (1100,))],
+    [("swa", "on", (1500, 3100)), ("swa", "off", (1500,)), ("sparse_window", "on", (1100,))],
 )
 async def test_many_new_tokens_behind_a_restored_window_are_answered_as_alone(
     start_rig: StartRig, directory: Path, kind: str, flash_attention: str, lengths: tuple[int, ...]
