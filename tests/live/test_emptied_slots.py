@@ -54,7 +54,7 @@ async def test_stream_that_outgrows_the_cells_ends_in_one_error(start_rig: Start
     async with start_rig("full", **UNIFIED) as rig:
 
         async def ask(seed: int) -> bytes:
-            body = {"messages": [user(seed)], "stream": True, "ignore_eos": True}
+            body = {"messages": [user(seed, 500)], "stream": True, "ignore_eos": True}
             body |= {"model": "any", "max_tokens": 4000}
             async with rig.client.post(rig.base_url + "/v1/messages", json=body) as reply:
                 return await reply.read()
@@ -92,8 +92,9 @@ async def test_slot_is_saved_before_llama_server_empties_it_for_another(
         assert rig.sample("restores_total", result="refused") == 0
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "is_stream"), [("/v1/chat/completions", False), ("/v1/messages", True)]
+)
 async def test_requests_that_do_not_fit_together_run_one_after_the_other(
     start_rig: StartRig, path: str, is_stream: bool
 ) -> None:
