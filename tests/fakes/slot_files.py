@@ -7,6 +7,7 @@ build writes them.
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tests.unit.state_files import (
@@ -33,13 +34,16 @@ class SlotState:
     is_recurrent: bool = False
 
 
+_attention = lru_cache(maxsize=64)(attention)
+
+
 def write_slot_file(path: Path, state: SlotState, version: int) -> int:
     """Write a state file; return its size."""
     n_tokens = len(state.tokens)
-    sections = [attention(n_tokens, version=min(version, 4))]
+    sections = [_attention(n_tokens, version=min(version, 4))]
     if state.window_from is not None:
         n_window = n_tokens - state.window_from
-        window = attention(n_window, first=state.window_from, version=min(version, 4))
+        window = _attention(n_window, first=state.window_from, version=min(version, 4))
         sections.append(window)
     if state.is_recurrent and n_tokens:
         sections.append(recurrent(n_tokens - 1))
