@@ -127,7 +127,7 @@ class _Holding:
     def _rewrite_tool(self, tool: Json) -> Json:
         described = _described(tool)
         text = described.get("description")
-        if not isinstance(text, str) or not self._kind.pattern.search(text):
+        if not isinstance(text, str):
             return tool
         rest = {**tool, **described, "description": "", "function": None}
         kept = self._rewrite(encode(rest).decode(), text)
