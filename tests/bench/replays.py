@@ -30,27 +30,28 @@ _TAGS = (f"agent_{n}" for n in count(100))
 
 async def measure(rig: Rig, replay: Replay) -> tuple[list[int], list[str]]:
     """Return how many tokens each request but the first evaluates again, and the causes named."""
-    changed, causes = await _evaluated(rig, replay, replay.changed)
-    unchanged, _ = await _evaluated(rig, replay, replay.unchanged)
+    changed, causes = await evaluated(rig, replay, replay.changed)
+    unchanged, _ = await evaluated(rig, replay, replay.unchanged)
     again = [one - other for one, other in zip(changed, unchanged, strict=True)]
     return again[1:], causes[1:]
 
 
-async def _evaluated(
+async def evaluated(
     rig: Rig, replay: Replay, bodies: Sequence[Body]
 ) -> tuple[list[int], list[str]]:
-    tag, evaluated, causes = next(_TAGS), [], []
+    """Return how many tokens each request evaluates, and the causes named."""
+    tag, n_evaluated, causes = next(_TAGS), [], []
     for i, body in enumerate(bodies):
         before = await rig.evaluated()
         given = {"max_tokens": 4, **tagged(body, tag), "stream": False}
         given["max_tokens"] = min(4, given["max_tokens"])
         session = tag if replay.is_one_conversation else f"{tag}-{i}"
         await rig.post(PATHS[replay.form], given, headers={"x-session-id": session})
-        evaluated.append(await rig.evaluated() - before)
+        n_evaluated.append(await rig.evaluated() - before)
         async with rig.client.get(rig.admin_url + "/requests/last") as reply:
             record: dict[str, Any] = (await reply.json())["request"]
         causes.append(record["cause"])
-    return evaluated, causes
+    return n_evaluated, causes
 
 
 async def measure_all(names: Sequence[str], kind: str = "hybrid") -> Section:
