@@ -389,6 +389,17 @@ def not_to_save(content: Content) -> Content:
     return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
 
 
+def left_by(prompt: Prompt, before: Content) -> Content:
+    """Return what a slot may hold while a *prompt* runs in it, or once its client has left.
+
+    A state with images is not saved, but the text before the images is there in any case.
+    """
+    has_media = prompt.is_before_media
+    if has_media and isinstance(before, Known) and before.tokens == prompt.tokens:
+        return replace(before, n_tail=max(1, before.n_tail), is_given_up=True)
+    return Unknown(prompt.namespace, not has_media, likely=prompt.tokens, origin=before.origin)
+
+
 def also_saved(
     content: Content, namespace: Namespace, tokens: TokenIds, points: Collection[int]
 ) -> Content:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy import errors
+from proxy.core import slots
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
@@ -334,8 +335,7 @@ class CachedRequest:
                 process.slots.set_content(slot_id, Empty())
                 continue
             if self._is_sent:
-                held = Unknown(prompt.namespace, likely=prompt.tokens, origin=content.origin)
-                content = TAINTED if self._must_erase() else held
+                content = TAINTED if self._must_erase() else slots.left_by(prompt, content)
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
             process.slots.set_content(slot_id, planning.as_left_by(self._request, content))
@@ -352,8 +352,8 @@ class CachedRequest:
         self._read_beside()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
-        held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
+        held = planning.as_left_by(self._request, slots.left_by(prompt, before))
+        process.slots.set_content(slot_id, held)
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -409,7 +409,7 @@ class CachedRequest:
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""
         process, prompt, account = self._process, self._prompt_as_planned, self._account
-        unknown = Unknown(prompt.namespace, origin=before.origin)
+        unknown = Unknown(prompt.namespace, not prompt.is_before_media, origin=before.origin)
         if timings is None:
             process.has_run_out_of_cells |= process.is_overfull
             return replace(unknown, likely=prompt.tokens if self._is_placed else None)

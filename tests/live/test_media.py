@@ -128,3 +128,19 @@ async def test_image_is_evaluated_once_and_the_text_before_it_is_restored(
         expected = [await alone(rig, messages) for messages in (first, later, asking(5))]
         assert [said, said_later, said_of_other] == expected
         assert len(set(expected)) > 1
+
+
+@ONE_KIND
+async def test_client_that_leaves_an_image_finds_it_evaluated_and_no_save_fails(
+    start_rig: StartRig, tmp_path: Path, kind: str
+) -> None:
+    projector = build_projector(tmp_path / "mmproj.gguf")
+    async with start_rig(kind, extra_args=("--mmproj", str(projector))) as rig:
+        body = {**as_asked(CHAT, asking(1)), "max_tokens": 4000, "stream": True}
+        async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+            await reply.content.readany()
+        await rig.settled()
+        assert not rig.n_faults()
+        assert (await rig.health())["state"] == "caching"
+        _, _, n_evaluated = await ask(rig, asking(1))
+        assert n_evaluated <= SLACK_TOKENS
