@@ -148,6 +148,7 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
         for status in await process.slot_states():
             if status.is_processing:
                 process.slots.lease(SlotId(status.id), time.monotonic())
+    process.adapters = await process.upstream.lora_adapters()
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         slot_id = await _empty_slot(process, adopted)
@@ -169,7 +170,8 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
     """Save every idle slot that holds something; *files* deletes the files on leaving.
 
-    A slot stays tainted if the store has no room for its state.
+    A slot stays tainted if the store has no room for its state. Where there are adapters, its tokens do not
+    tell by which scales they were evaluated, so it is erased.
     """
     adopted: Adopted = {}
     for slot in process.slots.free():
@@ -179,11 +181,13 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
                 saved = await process.saver.save(slot.id, name)
             except NoRoom:
                 continue
-            if saved.state.tokens:
+            if not saved.state.tokens:
+                process.slots.set_content(slot.id, Empty())
+            elif process.adapters:
+                await process.erase(slot.id)
+            else:
                 adopted[slot.id] = saved
                 files.push_async_exit(file.pop_all())
-            else:
-                process.slots.set_content(slot.id, Empty())
     return adopted
 
 
@@ -207,7 +211,7 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
 async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Launch) -> None:
     """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
-    meta, adapters = await upstream.model_meta(), await upstream.lora_adapters()
+    meta = await upstream.model_meta()
     n_vocab, path = meta.n_vocab, Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
     process.saver.may_have_window = not await asyncio.to_thread(state_files.lacks_window, path)
@@ -217,7 +221,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
         "n_params": meta.n_params,
         "size_bytes": meta.size,
         "modalities": props.modalities,
-        "adapters": [(a.id, a.path, a.scale) for a in adapters],
+        "adapters": [(a.id, a.path, a.scale) for a in process.adapters],
     }
     fixed = token_ids(token % max(1, n_vocab) for token in model.CANARY_TOKENS)
     tokens = fixed[:-1]

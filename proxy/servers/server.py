@@ -312,11 +312,11 @@ class Server(Watched):
         if props.total_slots < 1:
             kind = DegradationKind.NOT_A_LLAMA_SERVER
             return await self._miss(kind, "no slots", has_answered=True)
-        process_id = await self.upstream.process_id(props)
+        process_id, last = await self.upstream.process_id(props), self.process
+        has_other_adapters = last is not None and await self._has_other_adapters(last, props)
         if epoch != self.epoch:
             return
-        last = self.process
-        if last is None or last.id != process_id:
+        if last is None or last.id != process_id or has_other_adapters:
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
             await self._attach(props, process_id, epoch)
         elif props.is_sleeping:  # --sleep-idle-seconds: its slots will be empty when it wakes
@@ -327,6 +327,15 @@ class Server(Watched):
                 self._close()
                 self.enter(Phase.ATTACHING)
                 await self._attach(props, process_id, epoch, last)
+
+    async def _has_other_adapters(self, process: Process, props: Props) -> bool:
+        """Return whether somebody has changed the scales of adapters since the attach.
+
+        This is asked only while no slot is in use, because llama-server answers between two batches.
+        """
+        if not process.adapters or props.is_sleeping or any(s.is_leased for s in process.slots):
+            return False
+        return await self.upstream.lora_adapters() != process.adapters
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
         """Enter a phase without a process; the earlier degradations end, and *kind* begins."""

@@ -26,7 +26,7 @@ from proxy.core.slots import TAINTED, UBATCH_TOKENS, Content, Empty, Known, Slot
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause
 from proxy.health import CannotCache
-from proxy.llama.client import Headers, SlotStatus, Timings
+from proxy.llama.client import Headers, LoraAdapter, SlotStatus, Timings
 from proxy.log import get_logger
 from proxy.serving.queue import Lease, SlotQueue
 from proxy.serving.services import ServerServices, note_quarantined
@@ -66,6 +66,7 @@ class Process(ServerServices):
     takes_media: bool  # whether it takes images or sounds
     has_ram_cache: bool  # whether it may keep prompts outside its slots
     shares_cells: bool = False  # whether all slots share the cells of one context (--kv-unified)
+    adapters: list[LoraAdapter] = field(default_factory=list)  # with their scales
     saves_context_checkpoints: bool = False
     """By the probe save: it depends on flags that llama-server does not tell."""
     clears_idle_slots: bool | None = None

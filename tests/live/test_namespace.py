@@ -13,6 +13,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 
 MESSAGES = agent_requests(1, 1, header=[system(200)])
@@ -156,3 +157,27 @@ async def test_lora_adapter_is_a_world_of_its_own(start_rig: StartRig, tmp_path:
     async with start_rig("full") as rig:
         n_reused, _ = await reused(rig)
         assert n_reused > n_prompt - SLACK_TOKENS
+
+
+async def is_evaluated_whole(rig: Rig) -> bool:
+    """Return whether nothing of the conversation's next request is reused."""
+    before = await rig.evaluated()
+    _, n_prompt = await reused(rig)
+    return await rig.evaluated() - before >= n_prompt
+
+
+async def test_state_of_an_adapter_is_not_taken_for_one_of_the_model(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    """Nothing in a slot tells which adapters evaluated it: neither its tokens nor GET /slots."""
+    write_adapter(adapter := tmp_path / "adapter.gguf")
+    scales = [{"id": 0, "scale": 0.5}]
+    async with start_rig("full", extra_args=("--lora", str(adapter))) as rig:
+        await rig.chat(MESSAGES[0], tools=TOOLS, lora=scales)
+        await rig.restart(server=False)
+        assert await is_evaluated_whole(rig)
+        (before,) = rig.running.pool.processes
+        assert rig.server.request("POST", "/lora-adapters", scales)[0] == 200
+        await until(lambda: before not in (found := rig.running.pool.processes) and found)
+        await rig.settled()
+        assert await is_evaluated_whole(rig)
