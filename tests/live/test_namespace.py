@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.llama.files import fingerprint_model
-from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.conversation import agent_requests, prose, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
@@ -181,3 +181,17 @@ async def test_state_of_an_adapter_is_not_taken_for_one_of_the_model(
         await until(lambda: before not in (found := rig.running.pool.processes) and found)
         await rig.settled()
         assert await is_evaluated_whole(rig)
+
+
+async def test_shifted_state_does_not_outlive_the_proxy(start_rig: StartRig) -> None:
+    """A shifted state is only approximately right, and its tokens do not tell that it was shifted."""
+    begin, middle, end = prose(1, 9), prose(2, 300), prose(3, 300)
+    async with start_rig("full", n_slots=1) as rig:
+        await rig.post("/completion", {"prompt": f"{begin} {middle} {end}", "n_predict": 1})
+        shifted = {"prompt": f"{begin} {end}", "n_predict": 1, "n_cache_reuse": 64}
+        assert (await rig.post("/completion", shifted))["timings"]["cache_n"] > 500
+        await rig.restart(server=False)
+        n_reused = (await rig.post("/completion", {**shifted, "n_cache_reuse": 0}))["timings"][
+            "cache_n"
+        ]
+        assert n_reused < SLACK_TOKENS
