@@ -108,11 +108,6 @@ TAINTED = Unknown(None, can_be_adopted=False)
 anything until that ends. It is erased before it is used again."""
 
 
-def is_tainted(content: Content) -> bool:
-    """Return whether a slot is erased before its next use, whosever request that is."""
-    return isinstance(content, Unknown) and content.tenant is None
-
-
 def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
     """Return how many leading tokens of a prompt a slot certainly holds, usable or not.
 

@@ -282,9 +282,10 @@ def _has_tokens(prompt: Any) -> bool:
     return kinds <= {int, str} and int in kinds
 
 
-def taints_slot(body: GenerationBody) -> bool:
-    """Return whether the slot's state will depend on more than its tokens."""
-    return any(body.fields.get(name) for name in _TAINTING)
+def beside_tokens(body: GenerationBody) -> bytes:
+    """Return on what, besides its tokens, the slot's state will depend; empty if on nothing else."""
+    told = [body.fields.get(name) for name in _TAINTING]
+    return msgspec.json.encode(told) if any(told) else b""
 
 
 def pin(body: GenerationBody, slot_id: SlotId | None = None, *, reuses: bool = True) -> bytes:

@@ -13,7 +13,7 @@ from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, is_tainted, n_busy, not_to_save, shared_tokens
+from proxy.core.slots import Known, Slot, SlotPhase, Unknown, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in, verify
@@ -129,10 +129,14 @@ async def settle(processes: Iterable[Process], seconds: float) -> None:
 async def _drain(process: Process, seconds: float) -> None:
     """Save every dirty slot, and log how many were saved.
 
-    Tainted slots are erased: the next proxy would take their states for what their tokens say.
+    Slots that must not be saved are erased: the next proxy would take their states for what their tokens
+    say, and save them.
     """
-    tainted = [s.id for s in process.slots.free() if process.can_cache and is_tainted(s.content)]
-    emptying = (process.empty(slot_id) for slot_id in tainted)
+    free = process.slots.free() if process.can_cache else ()
+    unknown = [
+        s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted
+    ]
+    emptying = (process.empty(slot_id) for slot_id in unknown)
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*emptying), seconds)
     process.saves.take_up_postponed()

@@ -9,6 +9,7 @@ from proxy.core.model import SlotId
 from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, Unknown, must_be_erased
+from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama import requests
 from proxy.llama.answers import Answer
@@ -44,12 +45,17 @@ class UncachedRequest:
         self._body = request.body
         self._n_slots = min(request.n_completions, len(process.slots))
         self._namespace = request.namespace
+        self._beside_tokens = b"" if body is None else requests.beside_tokens(body)
         self._before: LastTasks | None = None
         self._is_sent = self._is_placed = False
 
     async def serve_pinned(self, body: requests.GenerationBody) -> None:
-        """Serve the request in one slot of the proxy's choice."""
+        """Serve the request in one slot of the proxy's choice.
 
+        Where its state depends on more than its tokens, only requests that ask for the same may go on.
+        """
+        self._namespace = Namespace(self._namespace + self._beside_tokens)
+        self._beside_tokens = b""
         brief = self._request.conversation if self._request.is_brief else None
 
         def choose() -> Choice[None] | None:
@@ -149,7 +155,7 @@ class UncachedRequest:
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
-            is_tainted = is_unclear or (self._body is not None and requests.taints_slot(self._body))
+            is_tainted = is_unclear or self._beside_tokens
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 
     def _abandon(self, lease: Lease[None]) -> None:

@@ -29,13 +29,13 @@ from proxy.llama.answers import AnswerReader, TrueUsage
 from proxy.llama.files import read_state_file
 from proxy.llama.requests import (
     as_chat_body,
+    beside_tokens,
     chat_form,
     conversation_of,
     header_request,
     model_named,
     parse_body,
     pin,
-    taints_slot,
 )
 from proxy.llama.state_edits import Source, order_windows, repair_window, select_context_checkpoints
 from proxy.serving.prompts import last_user_index
@@ -159,7 +159,7 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         body = parse_body(raw)
         if body is None:
             return
-        model_named(raw, body), taints_slot(body)
+        model_named(raw, body), beside_tokens(body)
         stabilize(route, body.fields, Memory(), _ALL)
         pin(body, 0)  # type: ignore[arg-type]
         with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to

@@ -172,7 +172,7 @@ async def test_request_that_was_refused_leaves_the_table_true(
 
 
 @pytest.mark.parametrize("fields", [{"lora": [{"id": 0, "scale": 1.0}]}, {"n_cache_reuse": 256}])
-async def test_state_that_is_more_than_its_tokens_is_never_continued(
+async def test_state_that_is_more_than_its_tokens_is_continued_by_its_like_only(
     start_rig: StartRig, fields: dict[str, Any]
 ) -> None:
     """llama-server itself goes on from the tokens, whichever adapter or shift they were made with."""
@@ -180,6 +180,7 @@ async def test_state_that_is_more_than_its_tokens_is_never_continued(
         await rig.chat("a", **fields)
         await rig.settled()
         assert rig.checkpoints == []
+        assert (await rig.chat("a", **fields)).n_reused
         assert (await rig.chat("a")).n_reused == 0
 
 

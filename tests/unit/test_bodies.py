@@ -12,6 +12,7 @@ from proxy.core.messages import Route
 from proxy.core.model import SlotId
 from proxy.llama.requests import (
     GenerationBody,
+    beside_tokens,
     cache_wishes,
     chat_form,
     is_too_deep,
@@ -21,7 +22,6 @@ from proxy.llama.requests import (
     parse_body,
     pin,
     rendering_key,
-    taints_slot,
 )
 from proxy.serving.prompts import last_user_index, with_messages
 
@@ -127,7 +127,7 @@ def test_pin_keeps_states_from_being_shifted_unless_the_client_asks_for_it(
 ) -> None:
     shifted = body({"n_cache_reuse": sent})
     assert json.loads(pin(shifted, SLOT))["n_cache_reuse"] == pinned
-    assert taints_slot(shifted) is (pinned > 0)
+    assert bool(beside_tokens(shifted)) is (pinned > 0)
 
 
 def test_pin_without_reuse_turns_it_off() -> None:
