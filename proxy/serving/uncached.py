@@ -42,7 +42,7 @@ class UncachedRequest:
         self._process = process
         self._request = request
         self._turn = turn
-        self._body = request.body
+        self._body = body = request.body
         self._n_slots = min(request.n_completions, len(process.slots))
         self._namespace = request.namespace
         self._beside_tokens = b"" if body is None else requests.beside_tokens(body)
