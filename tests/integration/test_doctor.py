@@ -133,7 +133,7 @@ async def test_unknown_slot_file_version_is_named(directory: Path) -> None:
 
 
 async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaServer) -> None:
-    server.faults.refuse["lora-adapters"] = 500
+    server.faults.refuse["models"] = 500
     found = await diagnose(server)
     assert found.exit_status == 1
     assert "could not be examined at first contact" in found.problems["attaching failed"]
