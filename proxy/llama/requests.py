@@ -282,23 +282,29 @@ def _has_tokens(prompt: Any) -> bool:
     return kinds <= {int, str} and int in kinds
 
 
-def beside_tokens(body: GenerationBody) -> bytes:
+def beside_tokens(route: Route, body: GenerationBody) -> bytes:
     """Return on what, besides its tokens, the slot's state will depend; empty if on nothing else."""
-    told = [body.fields.get(name) for name in _TAINTING]
+    told = [route is Route.PINNED, *map(body.fields.get, _TAINTING)]
     return msgspec.json.encode(told) if any(told) else b""
 
 
-def pin(body: GenerationBody, slot_id: SlotId | None = None, *, reuses: bool = True) -> bytes:
+def pin(
+    body: GenerationBody,
+    slot_id: SlotId | None = None,
+    *,
+    reuses: bool = True,
+    may_shift: bool = False,
+) -> bytes:
     """Return the body with `cache_prompt`, which a client can only turn off, and with `id_slot` if given.
 
-    Fields of a wrong type stay, for llama-server to refuse. `n_cache_reuse` 0 keeps a server's
-    --cache-reuse from shifting states: a shifted state is only approximately right.
+    Fields of a wrong type stay, for llama-server to refuse. Unless it *may_shift*, `n_cache_reuse` 0 keeps
+    a server's --cache-reuse from shifting states: a shifted state is only approximately right.
     """
     asked = body.fields.get("cache_prompt")
     owned: dict[str, Any] = {} if slot_id is None else {"id_slot": slot_id}
     if isinstance(asked, bool | None):
         owned["cache_prompt"] = reuses and asked is not False
-    if body.fields.get("n_cache_reuse") in (None, 0):
+    if not may_shift and body.fields.get("n_cache_reuse") in (None, 0):
         owned["n_cache_reuse"] = 0
     if owned.keys() & body.fields.keys():
         return msgspec.json.encode({**body.fields, **owned})

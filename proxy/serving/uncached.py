@@ -45,7 +45,7 @@ class UncachedRequest:
         self._body = body = request.body
         self._n_slots = min(request.n_completions, len(process.slots))
         self._namespace = request.namespace
-        self._beside_tokens = b"" if body is None else requests.beside_tokens(body)
+        self._beside_tokens = b"" if body is None else requests.beside_tokens(request.route, body)
         self._before: LastTasks | None = None
         self._is_sent = self._is_placed = False
 
@@ -68,7 +68,8 @@ class UncachedRequest:
             (slot_id,) = lease.held
             try:
                 can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
-                raw = requests.pin(body, slot_id, reuses=can_reuse)
+                may_shift = self._request.route is Route.PINNED  # editors count on --cache-reuse
+                raw = requests.pin(body, slot_id, reuses=can_reuse, may_shift=may_shift)
                 answer = await self._send(raw, lambda: self._process.queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease)

@@ -159,7 +159,7 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         body = parse_body(raw)
         if body is None:
             return
-        model_named(raw, body), beside_tokens(body)
+        model_named(raw, body), beside_tokens(route, body)
         stabilize(route, body.fields, Memory(), _ALL)
         pin(body, 0)  # type: ignore[arg-type]
         with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to

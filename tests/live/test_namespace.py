@@ -207,3 +207,17 @@ async def test_shifted_state_does_not_outlive_the_proxy(start_rig: StartRig) -> 
         await rig.restart(server=False)
         exact = await rig.post("/completion", {**shifted, "n_cache_reuse": 0})
         assert exact["timings"]["cache_n"] < SLACK_TOKENS
+
+
+async def test_editor_keeps_the_servers_cache_reuse(start_rig: StartRig) -> None:
+    """An editor sends the end of a file, which begins elsewhere at each line: only shifts spare that."""
+    ids = ("pre", "suf", "mid")
+    fim = ",".join(f"tokenizer.ggml.fim_{n}_token_id=int:{300 + i}" for i, n in enumerate(ids))
+    begin, middle, end = prose(1, 9), prose(2, 300), prose(3, 300)
+    asked = {"input_suffix": "return", "n_predict": 1}
+    arguments = ("--cache-reuse", "64", "--override-kv", fim, "-b", "1024")
+    async with start_rig("full", n_slots=1, extra_args=arguments) as rig:
+        await rig.post("/infill", {**asked, "input_prefix": f"{begin} {middle} {end}"})
+        reply = await rig.post("/infill", {**asked, "input_prefix": f"{begin} {end}"})
+        assert reply["timings"]["cache_n"] > 500
+        assert await is_evaluated_whole(rig)

@@ -127,7 +127,8 @@ def test_pin_keeps_states_from_being_shifted_unless_the_client_asks_for_it(
 ) -> None:
     shifted = body({"n_cache_reuse": sent})
     assert json.loads(pin(shifted, SLOT))["n_cache_reuse"] == pinned
-    assert bool(beside_tokens(shifted)) is (pinned > 0)
+    assert bool(beside_tokens(Route.COMPLETION, shifted)) is (pinned > 0)
+    assert json.loads(pin(shifted, SLOT, may_shift=True)).get("n_cache_reuse") == sent
 
 
 def test_pin_without_reuse_turns_it_off() -> None:
