@@ -9,7 +9,7 @@ is made again from its beginning under a new name.
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -181,10 +181,13 @@ def _write(file: BinaryIO, pieces: Iterable[bytes], most_bytes: int) -> None:
             raise StateFileMalformed("it is longer than its record says")
 
 
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the pieces of a state; raises StoreFault, which no bucket raises."""
+def _read(path: Path, note: Callable[[int], object]) -> Iterator[bytes]:
+    """Yield the pieces of a state, and note their bytes; raises StoreFault, which no bucket raises."""
     try:
-        yield from iter(partial(file.read, READ_BYTES), b"")
+        with path.open("rb") as file:  # here, because a disk may hang
+            while piece := file.read(READ_BYTES):
+                note(len(piece))
+                yield piece
     except OSError as error:
         raise StoreFault(in_words(error)) from error
 
@@ -297,20 +300,22 @@ class Uploads:
         shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
         folder = remote.folder_of(owner)
         name = objects.name_of(folder, shared_id, STATE)
+        path, n_read, n_unsent = (
+            self._store.files.path(checkpoint.file_name),
+            list[int](),
+            PART_BYTES,
+        )
+        sealed = remote.sealing.seal(name, _read(path, n_read.append))
         try:
-            # Its removal meanwhile does no harm: an open file stays.
-            with self._store.files.path(checkpoint.file_name).open("rb") as file:
-                sealed, n_unsent = remote.sealing.seal(name, _read(file)), PART_BYTES
-                pace = self._limits.upload_bytes_per_second or inf
-                try:
-                    await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
-                    n_unsent = 0
-                finally:  # what broke off has cost its bytes, too, but perhaps for the part under way
-                    self._note_sent(max(0, file.tell() - n_unsent))
-        except (OSError, StoreFault) as error:  # the fault is not the bucket's
+            pace = self._limits.upload_bytes_per_second or inf
+            await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
+            n_unsent = 0
+        except StoreFault as error:  # the fault is not the bucket's
             remote.log.info("a state cannot be read to be uploaded", why=in_words(error))
             self._store.note_unreadable(checkpoint)
             return
+        finally:  # what broke off has cost its bytes, too, but perhaps for the part under way
+            self._note_sent(max(0, sum(n_read) - n_unsent))
         meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
         name = objects.name_of(folder, shared_id, META)
         record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))

@@ -533,6 +533,23 @@ async def test_what_to_upload_is_chosen_beside_requests(
     assert threads and threading.main_thread() not in threads
 
 
+async def test_disk_is_asked_for_what_is_uploaded_beside_requests(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file = Path.open
+
+    def open_elsewhere(path: Path, *arguments: Any, **options: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        assert path.suffix != ".state" or not is_main, "it may hang"
+        return open_file(path, *arguments, **options)
+
+    async with start("a") as a:
+        monkeypatch.setattr(Path, "open", open_elsewhere)
+        await a.commit(run_of(3000))
+        await a.tier.uploads.drain(SECOND)
+        assert a.sample("shared_states_total", direction="up") == 1
+
+
 async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
     async with start("a") as a:
         size_bytes = (await a.save(run_of(3000))).size_bytes
