@@ -27,6 +27,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
+_ENDPOINT = re.compile("(AWS|AZURE)_(STORAGE_)?ENDPOINT")
 READ_BYTES = 4 << 20
 PART_BYTES = 8 << 20
 _NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
@@ -66,7 +67,7 @@ class Bucket:
         options: dict[str, Any] = {}
         if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
             options = {"config": {"disable_bulk_delete": True}}
-        endpoints = (value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT"))
+        endpoints = (url for name, url in os.environ.items() if _ENDPOINT.match(name))
         options |= {
             "client_options": {
                 "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),

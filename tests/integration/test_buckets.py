@@ -8,6 +8,7 @@ import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from proxy.errors import SharedStoreFault
 from proxy.shared.bucket import Bucket as OfTheProxy
 from tests.lab.buckets import Bucket, JuiceFs, Rclone
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -65,6 +66,18 @@ async def test_the_proxy_uses_an_endpoint_over_http_that_it_is_given(
         monkeypatch.setenv(name, value)
     pages = [page async for page in OfTheProxy(bucket.url).list("v1/nothing")]
     assert pages in ([], [[]])
+
+
+async def test_the_proxy_uses_an_endpoint_of_azure_over_http(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lab has none: what it takes for one answers, and only not as Azure does."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lab")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "bGFi")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{bucket.base_url}/lab")
+    with pytest.raises(SharedStoreFault) as fault:
+        await OfTheProxy("az://states/prefix").write("v1/n/a.meta", [b"1"], 1)
+    assert "builder error" not in str(fault.value)
 
 
 @pytest.mark.parametrize("fault", HARM_UPLOADS)
