@@ -301,9 +301,9 @@ class Saver:
 
     def _guess_bytes(self, max_bytes: int) -> int:
         store = self._process.store
-        free_bytes, left_bytes = store.files.free_bytes(), store.writes.left_bytes
-        may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
-        return min(int(max_bytes * _GUESS_SHARE), _GUESS_BYTES, may_write_bytes // 2)
+        free_bytes, left_bytes = store.free_bytes, store.writes.left_bytes
+        may_write_bytes = free_bytes if left_bytes is None else min(max(0, left_bytes), free_bytes)
+        return int(min(max_bytes * _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2))
 
     def _sizes(self) -> list[saving.StateSize]:
         """Return sizes of this model's newest states; before it is identified, of all models'."""

@@ -51,11 +51,11 @@ class CheckpointStore(Catalogue):
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
         self._discarded: deque[str] = deque(maxlen=_N_DISCARDED)
-        self.free_bytes = nan
         self._look = Look(self._look_at_disk)
         self._directory = StoreDirectory(directory)
         self.files, self.secret = self._directory.files, self._directory.secret
         try:
+            self.free_bytes: float = self.files.free_bytes()
             swept = self._directory.sweep()
             super().__init__(self._directory.index)
             self.writes = Budget(max_bytes, max_write_bytes_per_day, self.index)

@@ -173,6 +173,23 @@ async def test_directory_that_hangs_is_told_and_keeps_no_request_waiting(
         await until(lambda: DegradationKind.SAVES_FAIL not in rig.running.degradations)
 
 
+async def test_disk_is_asked_for_its_room_beside_requests_at_first_contact_too(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = StateFiles.free_bytes
+
+    def free_bytes_elsewhere(files: StateFiles) -> int:
+        assert threading.current_thread() is not threading.main_thread(), "it may hang"
+        return free_bytes(files)
+
+    async with start_rig(n_slots=1, idle_save_seconds=0.05) as rig:
+        monkeypatch.setattr(StateFiles, "free_bytes", free_bytes_elsewhere)
+        await rig.server.crash()
+        await rig.server.restart()
+        await rig.chat("a")
+        await until(lambda: rig.checkpoints)
+
+
 async def test_slots_found_at_first_contact_without_room_are_not_adopted(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
