@@ -8,6 +8,7 @@ import pytest
 from tests.lab.conversation import answer, system, user
 from tests.lab.media import build_projector, image_part
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND, StartRig
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -144,3 +145,23 @@ async def test_client_that_leaves_an_image_finds_it_evaluated_and_no_save_fails(
         assert (await rig.health())["state"] == "caching"
         _, _, n_evaluated = await ask(rig, asking(1))
         assert n_evaluated <= SLACK_TOKENS
+
+
+async def test_stopped_answer_to_an_image_is_no_failed_save(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    projector = build_projector(tmp_path / "mmproj.gguf")
+    async with start_rig("hybrid", extra_args=("--mmproj", str(projector))) as rig:
+        body = {"messages": asking(1), "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+        headers = {"X-Conversation-Id": "1"}
+        async with rig.client.post(rig.base_url + CHAT, json=body, headers=headers) as reply:
+            await reply.content.readany()
+            async with rig.client.delete(rig.base_url + "/v1/stream?conv_id=1") as stopped:
+                assert stopped.status == 204
+            await reply.read()
+        await until(lambda: rig.running.pool.processes[0].journal.n_recorded == 1)
+        await rig.settled()
+        assert (await rig.health())["reasons"] == []
+        _, n_later, n_evaluated = await ask(rig, [*asking(1), answer(1), user(2, 10)])
+        assert n_evaluated < n_later - 3 * N_TEXT_WORDS  # the text before the image is restored
+        assert not rig.sample("drift_total")
