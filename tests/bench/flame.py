@@ -34,7 +34,7 @@ Stacks = Counter[tuple[str, ...]]
 _START_SECONDS = 30.0
 _SHOWN_SHARE = 0.03
 _LOOP = "Runner.run "
-_WAITING = (_LOOP, "_worker ")
+_WAITING = (_LOOP, "_worker ", "Condition.wait ")
 """uvloop itself cannot be told from its wait for sockets."""
 _WIDTH, _ROW, _CHARACTER, _LEAST_WIDTH = 1600, 16, 6.7, 0.5
 _OTHERS = {
