@@ -285,10 +285,12 @@ class CachedRequest:
 
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
-        launches = self._process.launches
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
+        return await self._launch(raw, self._note_running)
+
+    async def _launch(self, raw: bytes, on_start: Callable[[], None]) -> Answer:
         self._is_sent = True
-        return await launches.send(self._turn, self._request, raw, self._note_running)
+        return await self._process.launches.send(self._turn, self._request, raw, on_start)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)

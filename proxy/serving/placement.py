@@ -67,9 +67,7 @@ class SimilarRequest(CachedRequest):
                 raise replaced() from fault
 
     async def _send_as_it_is(self) -> Answer:
-        launches = self._process.launches
-        self._is_sent = True
-        return await launches.send(self._turn, self._request, self._body.raw, self._read_beside)
+        return await self._launch(self._body.raw, self._read_beside)
 
     async def _hold_queue(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""
