@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager, suppress
-from queue import Full, Queue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
 
@@ -32,27 +32,27 @@ class _Writer(AbstractContextManager["_Writer"]):
     """
 
     def __init__(self) -> None:
-        self._lines = Queue[str](_MAX_LINES)
-        Thread(target=self._write_all, daemon=True).start()
+        self._lines = SimpleQueue[str]()  # which is cheaper than a Queue of limited size
+        self._thread = Thread(target=self._write_all, daemon=True)
+        self._thread.start()
 
     def __call__(self, _: Any, __: str, line: Any) -> NoReturn:
-        with suppress(Full):
-            self._lines.put_nowait(f"{line}\n")
+        if self._lines.qsize() < _MAX_LINES:
+            self._lines.put(f"{line}\n")
         raise structlog.DropEvent  # there is nothing left for a logger to do
 
     def _write_all(self) -> None:
         # Not by sys.stderr, which Python closes at its end: Python dies if a thread still writes there.
-        while True:
-            data = self._lines.get().encode(errors="backslashreplace")
+        while line := self._lines.get():
+            data = line.encode(errors="backslashreplace")
             with suppress(OSError):
                 while data:
                     data = data[os.write(_STDERR, data) :]
-            self._lines.task_done()
 
     def __exit__(self, *_: object) -> None:
         """Wait until all lines are written, for a second at most."""
-        with (written := self._lines.all_tasks_done):
-            written.wait_for(lambda: not self._lines.unfinished_tasks, _LAST_SECONDS)
+        self._lines.put("")
+        self._thread.join(_LAST_SECONDS)
 
 
 def configure_logging(level: str, log_format: str) -> AbstractContextManager[object]:

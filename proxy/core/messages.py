@@ -1,7 +1,7 @@
 """The messages of requests in all chat forms, and parsed JSON, read as llama-server reads it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -149,8 +149,7 @@ class Chat(NamedTuple):
 
     `asker` are its model and its client's key, and the session. `header` has the digests of everything
     before the first message that is not a system message, `own` those of the messages from there on, with
-    the `roles`. `words` are the user's first words. `quotes` is all the text of a request without tools.
-    Both are empty if text is not kept.
+    the `roles`. `words` are the user's first words, empty if text is not kept.
     """
 
     asker: tuple[bytes, str]
@@ -160,19 +159,20 @@ class Chat(NamedTuple):
     has_tools: bool = False
     kind: Kind = Kind.FIRST
     words: str = ""
-    quotes: str = ""
 
 
 def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
-    """Return a chat request without its kind, its words and its quotes."""
+    """Return a chat request without its kind and its words."""
     roles, parts = conversation.roles, conversation.digests
     n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
     n_header = (1 + n_system) * DIGEST_BYTES
     return Chat(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
 
 
-def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
+def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -> Kind:
     """Return the kind of a request, given *earlier* requests, the newest first.
+
+    *text* returns all the text of a request without tools; it is empty if text is not kept.
 
     1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
     2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
@@ -195,8 +195,8 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
-    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
-        session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in new.quotes]
+    if not new.asker[1] and (said := text()):  # a title is asked for with the words that it is for
+        session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in said]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:
         return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST

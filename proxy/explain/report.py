@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import date, datetime
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -128,9 +129,9 @@ class Journal:
         # Behind a host of models, another model has not seen what this client has asked one of them.
         of_model = request.namespace + request.tenant
         asker, has_tools = (of_model, request.session), bool(fields.get("tools"))
-        quotes = sketch.said_in(fields) if words and not has_tools else ""
+        text = partial(sketch.said_in, fields) if words and not has_tools else str
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        request.kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
+        request.kind = kind_of(chat, reversed(self._chats), text)
         self._chats.append(chat._replace(kind=request.kind, words=words.rstrip("…")))
 
     def latest(
@@ -347,6 +348,9 @@ class Report:
             seconds = answer.first_token_at - request.arrived_at
             self._metrics.first_token_seconds.labels(outcome).observe(seconds)
             first_token_seconds = round(seconds, 4)
+        restored = account.plan.start.restored if account else None
+        is_fetched = restored is not None and restored.checkpoint.is_fetched
+        earlier = "fetched for an earlier request" if is_fetched else None
         record = self._record(
             request,
             outcome.value,
@@ -355,7 +359,7 @@ class Report:
             server=request.server or None,
             first_token_seconds=first_token_seconds,
             rewrites=request.rewrites or None,
-            shared=_from_shared_store(request),
+            shared=request.shared or earlier,
             **facts,
         )
         self._log.info("request", **views.line_of(record), says=views.in_words(record))
@@ -428,12 +432,6 @@ class Report:
             "model": sketch.shortened(request.model, _N_MODEL),
             "conversation": xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS],
         }
-
-
-def _from_shared_store(request: "Request") -> str | None:
-    restored = request.account and request.account.plan.start.restored
-    is_earlier = restored and restored.checkpoint.is_fetched
-    return request.shared or ("fetched for an earlier request" if is_earlier else None)
 
 
 _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (

@@ -80,11 +80,6 @@ class Answer:
     complaint: str = ""
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether it ended before its last event, but did not break off."""
-        return self.timings is None and self.status == 200 and not self.is_broken
-
-    @property
     def is_refusal(self) -> bool:
         """Whether the request has not touched its slot (server-context.cpp, send_error at launch)."""
         return self.timings is None and 400 <= self.status < 500
@@ -130,7 +125,7 @@ class AnswerReader:
     @property
     def is_complete(self) -> bool:
         """Whether the answer is complete: the end of the stream, or a whole JSON object, has come."""
-        return self._has_ended if self._is_stream else self.timings() is not None
+        return self._has_ended if self._is_stream else self.facts()[0] is not None
 
     def feed(self, chunk: bytes) -> None:
         if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
@@ -177,30 +172,22 @@ class AnswerReader:
                 case Route.RESPONSES:
                     self._calls += _calls_of_responses(event)
 
-    def _read_whole(self) -> None:
-        """Read the answer as far as it has come, if it is not a stream."""
-        if not self._is_stream:
-            self._timings, self._usages, self._calls = None, [], []
-            self._read_event(object_in(bytes(self._buffer)) or {})
-
-    def timings(self) -> Timings | None:
-        """Return the counts of reused and evaluated tokens, once the answer has passed.
+    def facts(self) -> tuple[Timings | None, tuple[CallMade, ...]]:
+        """Return the counts of tokens and the complete calls, once the answer has passed.
 
         Usages do not have llama-server's times, nor, before the end of a stream, the generated tokens.
         """
-        self._read_whole()
-        if self._timings is None and (self._has_ended or not self._is_stream):
-            return _timings_of(self._usages)
-        return self._timings
+        if not self._is_stream:
+            self._timings, self._usages, self._calls = None, [], []
+            self._read_event(object_in(bytes(self._buffer)) or {})
+        timings = self._timings
+        if timings is None and (self._has_ended or not self._is_stream):
+            timings = _timings_of(self._usages)
+        return timings, tuple(self._calls)
 
     def complaint(self) -> str:
         """Return llama-server's error, if the answer is one and no stream."""
         return complaint_in(bytes(self._buffer))
-
-    def calls(self) -> tuple[CallMade, ...]:
-        """Return the calls that are complete, once the answer has passed."""
-        self._read_whole()
-        return tuple(self._calls)
 
     def said(self) -> str:
         """Return the answer's text without its reasoning, once the answer has passed."""

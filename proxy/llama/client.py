@@ -257,15 +257,15 @@ class LlamaServer:
             self._waiting.discard(exchange)
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
-        """Allow `cut_silent` to cut the calls awaited in the block: they raise TimeoutError."""
+    async def waiting(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Raise TimeoutError if the block takes longer, or when `cut_silent` cuts a call awaited in it."""
         loop = asyncio.get_running_loop()
 
         def cut() -> None:
             with suppress(RuntimeError):  # it is ending by itself, or was cut already
                 limit.reschedule(loop.time())
 
-        async with asyncio.timeout(None) as limit:
+        async with asyncio.timeout(seconds) as limit:
             with self.heard(cut):
                 yield
 
@@ -427,7 +427,7 @@ class LlamaServer:
         there, data = self.target.addressed(method, path, data)
         try:
             all_headers = CIMultiDict({**_OWN, **(headers or self.own_headers)})
-            async with self.waiting(), asyncio.timeout(seconds):
+            async with self.waiting(seconds):
                 async with await self.forward(method, there, all_headers, data) as response:
                     status, content = response.status, await response.read()
         except NOT_CONNECTED as error:

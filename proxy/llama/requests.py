@@ -7,7 +7,7 @@ mark is skipped, and a zero byte ends the text.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,10 +124,11 @@ _CONVERTED = ("messages", *RENDERING_FIELDS, "add_generation_prompt", "continue_
 
 @dataclass(frozen=True, slots=True)
 class GenerationBody:
-    """A client's body, as bytes and parsed."""
+    """A client's body, as bytes and parsed; `has_media` is only told of one in the chat form."""
 
     raw: bytes
     fields: dict[str, Any]
+    has_media: bool = False
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -223,9 +224,12 @@ def chat_form(
         return None, "no messages"
     if not all(isinstance(message, dict) for message in messages):
         return None, "malformed messages"
-    if not _kinds_of_parts(chat) <= {"text", *_MEDIA}:
+    contents = (message.get("content") for message in messages)
+    lists = (content for content in contents if isinstance(content, list))
+    kinds = {text_of(part, "type") for parts in lists for part in parts}
+    if not kinds <= {"text", *_MEDIA}:
         return None, "media in the request"
-    return chat, None
+    return GenerationBody(chat.raw, chat.fields, not kinds.isdisjoint(_MEDIA)), None
 
 
 def n_completions(route: Route, body: GenerationBody) -> int:
@@ -258,17 +262,6 @@ def _bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
     prompt = next(iter(_prompts_of(body)), None)
     is_text = isinstance(prompt, str) and prompt
     return None if is_text or _has_tokens(prompt) else "no prompt"
-
-
-def has_media(body: GenerationBody) -> bool:
-    """Return whether there are images or sounds in a body in the chat form that can be read."""
-    return not _kinds_of_parts(body).isdisjoint(_MEDIA)
-
-
-def _kinds_of_parts(body: GenerationBody) -> set[str]:
-    contents = (message.get("content") for message in list_of(body.fields.get("messages")))
-    lists = (content for content in contents if isinstance(content, list))
-    return {text_of(part, "type") for parts in lists for part in parts}
 
 
 def _prompts_of(body: GenerationBody) -> list[Any]:
@@ -362,18 +355,12 @@ def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
     return body.messages[: n_leading_system(body.messages)]
 
 
-def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
-    """Return bytes that are equal for two bodies if *messages* are rendered alike in both."""
+def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conversation:
+    """Return the conversation of a body in the chat form; its messages may be *encoded* already."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
-    return msgspec.json.encode([fields, messages])
-
-
-def conversation_of(body: GenerationBody) -> Conversation:
-    """Return the conversation of a body in the chat form that has messages."""
-    encoded = [msgspec.json.encode(message) for message in body.messages]
-    parts = [rendering_key(body, []), *encoded]
+    encoded = encoded or [msgspec.json.encode(message) for message in body.messages]
     return Conversation(
-        b"".join(xxhash.xxh3_64_digest(part) for part in parts),
+        b"".join(map(xxhash.xxh3_64_digest, [msgspec.json.encode(fields), *encoded])),
         tuple(text_of(message, "role") for message in body.messages),
         tuple(map(len, encoded)),
     )

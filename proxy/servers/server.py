@@ -307,13 +307,19 @@ class Server(Watched):
             self.upstream.cut_silent(CUT_SECONDS)
 
     async def _follow(self, props: Props, epoch: int) -> None:
-        """Attach if another process answers, or if the last attach found no way to cache some time ago."""
+        """Attach if another process answers, or the scales of adapters were changed, or the last attach
+        found no way to cache some time ago.
+        """
         self._is_starting = False
         if props.total_slots < 1:
             kind = DegradationKind.NOT_A_LLAMA_SERVER
             return await self._miss(kind, "no slots", has_answered=True)
         process_id, last = await self.upstream.process_id(props), self.process
-        has_other_adapters = last is not None and await self._has_other_adapters(last, props)
+        has_other_adapters = False
+        if last is not None and last.adapters and not props.is_sleeping:
+            # Asked only while no slot is in use, because llama-server answers between two batches.
+            if not any(slot.is_leased for slot in last.slots):
+                has_other_adapters = await self.upstream.lora_adapters() != last.adapters
         if epoch != self.epoch:
             return
         if last is None or last.id != process_id or has_other_adapters:
@@ -327,15 +333,6 @@ class Server(Watched):
                 self._close()
                 self.enter(Phase.ATTACHING)
                 await self._attach(props, process_id, epoch, last)
-
-    async def _has_other_adapters(self, process: Process, props: Props) -> bool:
-        """Return whether somebody has changed the scales of adapters since the attach.
-
-        This is asked only while no slot is in use, because llama-server answers between two batches.
-        """
-        if not process.adapters or props.is_sleeping or any(s.is_leased for s in process.slots):
-            return False
-        return await self.upstream.lora_adapters() != process.adapters
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
         """Enter a phase without a process; the earlier degradations end, and *kind* begins."""

@@ -211,7 +211,7 @@ async def _send_for_nobody(
         raise NotWarmed(str(UpstreamRefused(reply.status, error_message(body))))
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
-    return Answer(reply.status, reader.timings())
+    return Answer(reply.status, reader.facts()[0])
 
 
 def _why_too_short(n_header: int, n_whole: int) -> str:

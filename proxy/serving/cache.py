@@ -103,10 +103,17 @@ class Cache:
         request.extends, request.prompt = content, prompt
         return True
 
-    async def _read_now(self, process: Process, request: Request) -> None:
-        """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
+    async def _read_now(
+        self, process: Process, request: Request, *, was_looked_at: bool = False
+    ) -> None:
+        """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced.
+
+        If llama-server *was_looked_at* just before, it is not looked at again.
+        """
         request.extends = None
         reading = self._read_prompt(process, request)
+        if was_looked_at:
+            return await reading
         _, is_current = await asyncio.gather(reading, process.is_current())
         if not is_current:
             raise replaced()
@@ -141,12 +148,12 @@ class Cache:
             raise replaced()
         try:
             async with process.launches.turn() as turn:
-                await self._serve(process, request, turn)
+                await self._serve_in_turn(process, request, turn)
         except WillBeRefused as why:
             # The slot that it extends was taken meanwhile, so its prompt was read only now.
             await self.let_refuse(process, request, why)
 
-    async def _serve(self, process: Process, request: Request, turn: Turn | None) -> None:
+    async def _serve_in_turn(self, process: Process, request: Request, turn: Turn | None) -> None:
         """Serve a request in one of three ways.
 
         1. Its prompt is known: in the slot that the plan chooses. llama-server drops the `id_slot` of
@@ -161,7 +168,9 @@ class Cache:
         body = request.body
         if request.prompt is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            read = partial(self._read_now, process, request)
+            # Before a whole answer llama-server was looked at (`_extends`), before a stream it was not.
+            was_looked_at = not request.wants_stream
+            read = partial(self._read_now, process, request, was_looked_at=was_looked_at)
             return await serving(process, request, turn, read).serve()
         is_pinned = requests.honours_id_slot(request.route) and not is_left_alone
         if body is None or not is_pinned or request.n_completions > 1:
@@ -185,7 +194,8 @@ class Cache:
         process.journal.note_chat(request)
         try:
             prompt = await process.reader.read(
-                request.route, request.chat, request.keys, request.namespace, process.rule
+                *(request.route, request.chat, request.keys, request.namespace, process.rule),
+                request.conversation,
             )
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
@@ -216,8 +226,8 @@ class Cache:
             if process.upstream.target.model:  # a host may change requests by their model's name
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
-                request.conversation = requests.conversation_of(request.chat)
-                if requests.has_media(request.chat):  # more is evaluated than its messages render
+                request.conversation = requests.conversation_of(request.chat, request.encoded)
+                if request.chat.has_media:  # more is evaluated than its messages render
                     if not process.takes_media:
                         raise WillBeRefused("the model takes neither images nor sounds")
                     process.journal.note_chat(request)

@@ -95,8 +95,8 @@ class CachedRequest:
                 request.foresee = lambda: self._inquiry.foresee(self._account, request.id)
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
-            size = planning.evaluation_size(process, request, self._prompt, self._plan)
-            with process.launches.evaluation(*size, request.answering) as self._begin_evaluation:
+            evaluation = process.launches.evaluation(request, self._prompt, self._plan)
+            with evaluation as self._begin_evaluation:
                 if self._extended:
                     await self._begin_evaluation()
                 self._account.queued_seconds = time.monotonic() - joined_at
@@ -397,7 +397,7 @@ class CachedRequest:
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
                 process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
-            self._save_now(is_stopped=answer.is_stopped and self._is_placed)
+            self._save_now(answer)
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)
             with process.faults.suppressed("explain"):
@@ -487,13 +487,14 @@ class CachedRequest:
             process.degrade(DegradationKind.RESTORES_NOT_REUSED, detail)
             process.blame(checkpoint, account.failure)
 
-    def _save_now(self, *, is_stopped: bool) -> None:
+    def _save_now(self, answer: Answer) -> None:
         """Save a slot that was warmed, that is about to lose a context checkpoint that is needed, or whose
         answer was stopped: only a save tells its tokens, and the client soon asks again.
         """
-        process, slot_id = self._process, self._plan.slot_id
-        content, n_believed = process.slots[slot_id].content, process.n_believed_points
-        is_due = self._request.warms or is_cut_at_risk(process.rule, content, n_believed)
+        process, slot = self._process, self._process.slots[self._plan.slot_id]
+        n_believed = slots.n_believed_points(process.n_kept_points)
+        is_due = self._request.warms or is_cut_at_risk(process.rule, slot.content, n_believed)
+        is_short = answer.timings is None and answer.status == 200 and not answer.is_broken
         # During a placement another request may be running in this slot already.
-        if (is_due or is_stopped) and not process.queue.is_placing:
-            self._lease.hand_over(process.saves.begin(slot_id))
+        if (is_due or (is_short and self._is_placed)) and not process.queue.is_placing:
+            self._lease.hand_over(process.saves.begin(slot.id))

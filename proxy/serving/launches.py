@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
-from proxy.core.model import SlotId
+from proxy.core.messages import BYTES_PER_TOKEN
+from proxy.core.model import Prompt, SlotId
+from proxy.core.plan import Plan
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import UBATCH_TOKENS, Empty, SlotTable
 from proxy.errors import UpstreamFault, replaced
@@ -145,7 +147,7 @@ class Launches:
 
     @contextmanager
     def evaluation(
-        self, n_tokens: int, seconds: float, answering: asyncio.Event
+        self, request: Request, prompt: Prompt, plan: Plan
     ) -> Iterator[Callable[[], Awaitable[None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
@@ -158,6 +160,9 @@ class Launches:
         with ExitStack() as ending:
 
             async def wait() -> None:
+                if len(self._table) == 1:
+                    return
+                n_tokens, seconds = self._size(request, prompt, plan.start.n_reused)
                 others = {} if self._process.clears_idle_slots else self._evaluations
                 # Those with which this prompt fills more than a physical batch, unless they are longer and
                 # fill more than a batch.
@@ -168,7 +173,7 @@ class Launches:
                     """Return once the prompt is evaluated, behind the others, or has had its seconds."""
                     if before:
                         await asyncio.wait(before)
-                    await wait_for(answering, _MOST_TIMES * seconds)
+                    await wait_for(request.answering, _MOST_TIMES * seconds)
 
                 mine = asyncio.ensure_future(over())
                 self._evaluations[mine] = n_tokens
@@ -180,6 +185,15 @@ class Launches:
                         raise replaced()
 
             yield wait
+
+    def _size(self, request: Request, prompt: Prompt, n_reused: int) -> tuple[int, float]:
+        """Return how many tokens will be evaluated, roughly, and how many seconds that takes."""
+        n_tokens, rates = prompt.n_tokens, self._process.rates
+        if (conversation := request.conversation) and request.extends:
+            n_messages = conversation.n_behind(request.extends.conversation)
+            n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
+        seconds = rates.evaluation_seconds(n_reused, n_tokens) if rates.is_measured else 0.0
+        return n_tokens - n_reused, seconds
 
     async def send(
         self, turn: Turn | None, request: Request, raw: bytes, on_start: OnStart = do_nothing

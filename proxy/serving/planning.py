@@ -8,7 +8,7 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
-from proxy.core.messages import BYTES_PER_TOKEN, Kind
+from proxy.core.messages import Kind
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, Prompt, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
@@ -151,19 +151,6 @@ def as_wished(process: Process, request: Request, prompt: Prompt, plan: Plan) ->
     if NO_STORE in request.wishes:
         plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
     return plan
-
-
-def evaluation_size(
-    process: Process, request: Request, prompt: Prompt, plan: Plan
-) -> tuple[int, float]:
-    """Return how many tokens will be evaluated, roughly, and how many seconds that takes."""
-    n_tokens, rates = prompt.n_tokens, process.rates
-    if (conversation := request.conversation) and request.extends:
-        n_messages = conversation.n_behind(request.extends.conversation)
-        n_tokens += sum(conversation.sizes_bytes[-n_messages:]) // BYTES_PER_TOKEN
-    n_reused = plan.start.n_reused
-    seconds = rates.evaluation_seconds(n_reused, n_tokens) if rates.is_measured else 0.0
-    return n_tokens - n_reused, seconds
 
 
 def as_left_by(request: Request, content: Content) -> Content:

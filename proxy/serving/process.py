@@ -245,11 +245,6 @@ class Process(ServerServices):
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
-    @property
-    def n_believed_points(self) -> int:
-        """How many of the newest context checkpoints of a live slot a plan counts on."""
-        return slots.n_believed_points(self.n_kept_points)
-
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
         is_far_apart = self.rule.is_end_only
@@ -257,7 +252,7 @@ class Process(ServerServices):
             before,
             prompt,
             n_generated=n_generated,
-            n_believed=self.n_believed_points,
+            n_believed=slots.n_believed_points(self.n_kept_points),
             stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
         )
 

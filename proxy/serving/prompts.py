@@ -14,16 +14,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-import xxhash
 from cachetools import LRUCache, TTLCache
 
 from proxy.core.cuts import own_point
-from proxy.core.messages import REMINDER_TAG, SYSTEM_ROLES, Route, n_leading_system, text_of
+from proxy.core.messages import (
+    DIGEST_BYTES,
+    REMINDER_TAG,
+    SYSTEM_ROLES,
+    Conversation,
+    Route,
+    n_leading_system,
+    text_of,
+)
 from proxy.core.model import NO_CUTS, NO_RULE, Cuts, Prompt, Rule
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
-from proxy.llama.requests import GenerationBody, has_media, leading_system, rendering_key
+from proxy.llama.requests import GenerationBody, conversation_of
 
 _N_REMEMBERED = 256
 _REMEMBERED_SECONDS = 600.0
@@ -46,12 +53,21 @@ _CHECKED = 64
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """A prompt as text and as tokens, its body in the chat form, and the client's keys."""
+    """A prompt as text and as tokens, its body in the chat form, and the client's keys.
+
+    `digests` are those of its Conversation, which begins with `n_system` system messages.
+    """
 
     text: str
     tokens: TokenIds
     body: GenerationBody
     headers: Headers
+    digests: bytes = b""
+    n_system: int = 0
+
+    def digests_to(self, n_messages: int) -> bytes:
+        """Return the digests of the first *n_messages*, and of all else that is rendered with them."""
+        return self.digests[: (1 + n_messages) * DIGEST_BYTES]
 
 
 class _Shared(NamedTuple):
@@ -75,13 +91,22 @@ class PromptReader:
         self.known = KnownTexts(upstream)
         self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
-        self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
+        self._endings: LRUCache[tuple[str, str, bytes], str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
     async def read(
-        self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
+        self,
+        route: Route,
+        body: GenerationBody,
+        headers: Headers,
+        namespace: Namespace,
+        rule: Rule,
+        conversation: Conversation | None = None,
     ) -> Prompt:
-        """Return the prompt of a *body* (in the chat form if it has messages); raises UpstreamFault."""
+        """Return the prompt of a *body* (in the chat form if it has messages); raises UpstreamFault.
+
+        The *conversation* is that of the body, if it was made already.
+        """
         if route is Route.COMPLETION:
             prompt = body.fields["prompt"]
             if isinstance(prompt, list) and all(type(part) is int for part in prompt):
@@ -92,11 +117,13 @@ class PromptReader:
             cuts = Cuts(message_end=len(tokens) - 1) if rule.is_end_only else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text, cuts = await self._upstream.apply_template(body.raw, headers), NO_CUTS
-        if is_before_media := has_media(body):
+        if is_before_media := body.has_media:
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self.known.tokenize(text, headers)
-        rendering = _RenderedPrompt(text, tokens, body, headers)
+        digests = (conversation or conversation_of(body)).digests
+        n_system = n_leading_system(body.messages)
+        rendering = _RenderedPrompt(text, tokens, body, headers, digests, n_system)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if is_before_media:
             cuts = Cuts(await self._header_end(rendering))
@@ -130,13 +157,12 @@ class PromptReader:
         )
         if last_user is None:
             return cuts
-        messages = body.messages[: last_user + 1]
-        key = _digest(b"turn start", rendering_key(body, messages))
+        key = rendering.digests_to(last_user + 1)
         if begins_turn:
             self._turns[key] = tokens[:message_end]
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
-            head = with_messages(body, messages)
-            self._turns[key] = tokens[: (await self._compare(rendering, head)).n_tokens]
+            shared = await self._compare(rendering, body.messages[: last_user + 1])
+            self._turns[key] = tokens[: shared.n_tokens]
         return replace(cuts, turn_start=_length_if_prefix(self._turns.get(key), tokens))
 
     async def _header_end(self, rendering: _RenderedPrompt) -> int:
@@ -146,22 +172,21 @@ class PromptReader:
         renderings with different user texts share, up to the last special token: text after that token
         may merge with whatever follows.
         """
-        body = rendering.body
-        system = leading_system(body)
-        key = _digest(b"header", rendering_key(body, system))
+        key = rendering.digests_to(rendering.n_system)
         if key not in self._headers:
             try:
-                self._headers[key] = await self._shared_header(body, system, rendering.headers)
+                self._headers[key] = await self._shared_header(rendering)
             except UpstreamRefused:
                 self._headers[key] = TokenIds("i")
         return _length_if_prefix(self._headers.get(key), rendering.tokens)
 
-    async def _shared_header(
-        self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
-    ) -> TokenIds:
+    async def _shared_header(self, rendering: _RenderedPrompt) -> TokenIds:
+        body, headers = rendering.body, rendering.headers
+        system = body.messages[: rendering.n_system]
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
-        rendering = (self._upstream.apply_template(raw, headers) for raw in bodies)
-        texts = await asyncio.gather(*rendering)
+        texts = await asyncio.gather(
+            *(self._upstream.apply_template(raw, headers) for raw in bodies)
+        )
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await _to_last_special_token(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
@@ -174,16 +199,15 @@ class PromptReader:
         """
         if not is_wanted and not rule.is_end_only:
             return 0
-        body, n_own = rendering.body, own_point(len(rendering.tokens))
-        plain = partial(self._compare, rendering, with_messages(body, body.messages))
-        n_end = await self._cut_at_ending(rendering, b"end", "", plain)
+        messages, n_own = rendering.body.messages, own_point(len(rendering.tokens))
+        plain = partial(self._compare, rendering, messages)
+        n_end = await self._cut_at_ending(rendering, "end", "", plain)
         n_end = min(n_end, len(rendering.tokens) - 1)
         if rule.is_end_only or n_own <= n_end:
             return n_end
         added = ({"role": role, "content": _OTHER_TEXTS[1]} for role in ("assistant", "user"))
-        answered = with_messages(body, [*body.messages, *added])
-        find = partial(self._compare, rendering, answered)
-        return max(n_end, min(n_own, await self._cut_at_ending(rendering, b"answer", "", find)))
+        find = partial(self._compare, rendering, [*messages, *added])
+        return max(n_end, min(n_own, await self._cut_at_ending(rendering, "answer", "", find)))
 
     async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
@@ -194,8 +218,7 @@ class PromptReader:
         """
         if newest is None:
             return 0
-        body = rendering.body
-        message = body.messages[newest]
+        message = rendering.body.messages[newest]
         others = [{**message, "content": text} for text in _OTHER_TEXTS]
         own = text_of(message, "content")
         if _has_several_texts(message):
@@ -203,11 +226,11 @@ class PromptReader:
             texts = ({**last, "text": text} for text in _OTHER_TEXTS)
             others = [{**message, "content": [*before, text]} for text in texts]
             own = text_of(last, "text")
-        elif _is_first_message(body, newest):
+        elif newest <= rendering.n_system:
             return 0
         find = partial(self._compare_replaced, rendering, newest, others)
         if own:
-            return await self._cut_at_ending(rendering, b"own", own, find)
+            return await self._cut_at_ending(rendering, "own", own, find)
         return (await find()).n_tokens
 
     async def _surroundings_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
@@ -216,10 +239,9 @@ class PromptReader:
         This reminder changes less often than the text after it: Claude Code's environment is followed by
         the status of the repository, which differs in the next session.
         """
-        body = rendering.body
-        if newest is None or not _is_first_message(body, newest):
+        if newest is None or newest > rendering.n_system:
             return 0
-        message = body.messages[newest]
+        message = rendering.body.messages[newest]
         if message.get("role") != "user" or not _has_several_texts(message):
             return 0
         first = message["content"][0]
@@ -232,7 +254,7 @@ class PromptReader:
     async def _cut_at_ending(
         self,
         rendering: _RenderedPrompt,
-        kind: bytes,
+        kind: str,
         own: str,
         find: Callable[[], Awaitable[_Shared]],
     ) -> int:
@@ -242,8 +264,7 @@ class PromptReader:
         After that nothing is rendered for requests that end alike.
         """
         text, messages = rendering.text, rendering.body.messages
-        role = text_of(messages[-1], "role").encode()
-        key = _digest(kind, role + rendering_key(rendering.body, []))
+        key = kind, text_of(messages[-1], "role"), rendering.digests_to(0)
         if key in self._endings and text.endswith(own + self._endings[key]):
             n_characters = len(text) - len(own) - len(self._endings[key])
             if n_cut := await self._tokens_before(rendering, n_characters):
@@ -259,11 +280,12 @@ class PromptReader:
         """Return the least that the prompt shares with renderings of one of *others* at *index*."""
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
-        bodies = [with_messages(body, [*before, other, *behind]) for other in others]
-        return min([await self._compare(rendering, other) for other in bodies])
+        conversations = [[*before, other, *behind] for other in others]
+        return min([await self._compare(rendering, messages) for messages in conversations])
 
-    async def _compare(self, rendering: _RenderedPrompt, other: bytes) -> _Shared:
-        """Return how much the prompt shares with the rendering of the body *other*."""
+    async def _compare(self, rendering: _RenderedPrompt, messages: list[dict[str, Any]]) -> _Shared:
+        """Return how much the prompt shares with the rendering of other *messages*."""
+        other = with_messages(rendering.body, messages)
         try:
             other_text = await self._upstream.apply_template(other, rendering.headers)
         except UpstreamRefused:
@@ -374,8 +396,17 @@ class KnownTexts:
 
     async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
-        begin, head = self._known_head(text)
-        if self._mark is None or not begin:
+        mark, mark_id = self._mark or ("", 0)
+        begin, head = 0, TokenIds("i")
+        for known, known_tokens in self._texts if mark else ():
+            end = text.rfind(mark, 0, common_prefix_length(known, text))
+            if end > begin:
+                backwards, at = known_tokens[::-1], -1
+                with suppress(ValueError):  # fewer tokens than marks in the text
+                    for _ in range(known.count(mark, end)):
+                        at = backwards.index(mark_id, at + 1)
+                    begin, head = end, known_tokens[: len(known_tokens) - 1 - at]
+        if not begin:
             return None
         tail = await self._upstream.tokenize(text[begin:], headers, add_special=False)
         tokens = head + tail
@@ -384,20 +415,6 @@ class KnownTexts:
             if await self.was_wrong(text, tokens, headers):
                 return None
         return tokens
-
-    def _known_head(self, text: str) -> tuple[int, TokenIds]:
-        """Return how many characters of a text need not be tokenized again, and their tokens."""
-        mark, mark_id = self._mark or ("", 0)
-        n_best, best = 0, TokenIds("i")
-        for known, tokens in self._texts if mark else ():
-            begin = text.rfind(mark, 0, common_prefix_length(known, text))
-            if begin > n_best:
-                backwards, at = tokens[::-1], -1
-                with suppress(ValueError):  # fewer tokens than marks in the text
-                    for _ in range(known.count(mark, begin)):
-                        at = backwards.index(mark_id, at + 1)
-                    n_best, best = begin, tokens[: len(tokens) - 1 - at]
-        return n_best, best
 
 
 # Messages with other texts, to see where renderings differ.
@@ -415,16 +432,7 @@ def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
     return msgspec.json.encode({**body.fields, **changed})
 
 
-def _is_first_message(body: GenerationBody, index: int) -> bool:
-    """Return whether only system messages come before a message."""
-    return index <= n_leading_system(body.messages)
-
-
 def last_user_index(body: GenerationBody) -> int | None:
     """Return the index of the newest user message, or None."""
     indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
     return max(indices, default=None)
-
-
-def _digest(kind: bytes, data: bytes) -> bytes:
-    return xxhash.xxh3_128(kind + b"\0" + data).digest()

@@ -69,15 +69,9 @@ class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
 
     def release(self, *_: object) -> None:
         """Give back all slots that were not handed over; a second call is harmless."""
-        self.give_back(self.held)
+        self._queue.take_back(self, self.held)
 
     __exit__ = release
-
-    def give_back(self, slot_ids: Iterable[SlotId]) -> None:
-        """Give back some of the slots."""
-        given_back = self.reserved & set(slot_ids)
-        self.reserved -= given_back
-        self._queue.take_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
         """Add a slot that came free during this placement."""
@@ -93,7 +87,7 @@ class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
         self._queue.table.lease(slot_id, time.monotonic())
         self.reserved.add(slot_id)
         self.plan = plan
-        self.give_back(left)
+        self._queue.take_back(self, left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:
         """Leave the slots to *task*, in place of an earlier task; when it ends, they are given back."""
@@ -101,7 +95,9 @@ class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
             self._queue.table[slot_id].phase = SlotPhase.CLOSING
         self._keeper = task
         task.add_done_callback(
-            lambda ended: self.give_back(self.reserved if ended is self._keeper else ())
+            lambda ended: self._queue.take_back(
+                self, self.reserved if ended is self._keeper else ()
+            )
         )
 
 
@@ -304,23 +300,25 @@ class SlotQueue:
         self._placement = None
         for slot_id in used:
             self.table[slot_id].note_running()
-        lease.give_back(set(lease.held) - set(used))
+        self.take_back(lease, set(lease.held) - set(used))
 
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server now runs the request of a slot's lease."""
         self.table[slot_id].note_running()
         self.reconsider()
 
-    def take_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
+    def take_back(self, lease: Lease[Any], slot_ids: Iterable[SlotId]) -> None:
         """Free slots that a lease gives back; if another lease is a placement, they join it instead."""
+        given_back = lease.reserved & set(slot_ids)
+        lease.reserved -= given_back
         if self._placement is lease and not lease.reserved:
             self._placement = None
-        for slot_id in slot_ids:
+        for slot_id in given_back:
             self.table.release(slot_id, time.monotonic())
             if self._placement not in (None, lease):
                 self.table.lease(slot_id, time.monotonic())
                 self._placement.join(slot_id)
-        self._has_come_free |= bool(slot_ids)
+        self._has_come_free |= bool(given_back)
         self.reconsider()
 
     def send_elsewhere(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +73,7 @@ class Request:
     server: str = ""  # its name, empty if there is only one
     namespace: Namespace = _NOBODYS  # that of the tenant there
     rewrites: tuple[str, ...] = ()  # the stabilizers that changed the body
+    encoded: Sequence[bytes] = ()  # the messages of `chat` as JSON, if they were encoded already
     chat: GenerationBody | None = None  # the body in the chat form
     shape: str = ""  # its path, last role and fields: what is excluded from the cache together
     kind: Kind = Kind.NONE  # how it relates to earlier requests
@@ -92,6 +93,10 @@ class Request:
     shared: str = ""  # what the shared store gave; empty if nothing was asked of it
     fetch_seconds: float = 0.0  # how long that took
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
+    _read_words: tuple[GenerationBody | None, str] = (
+        None,
+        "",
+    )  # and the body that they were read from
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the client's body, which is decoded here and nowhere else; return this request.
@@ -113,6 +118,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
+        self.encoded = ()
         self.answered_at, self.foresee, self.shared = 0.0, not_looked_up, ""
         self.conversation, self.extends, self.is_brief, self.fetch_seconds = None, None, False, 0.0
 
@@ -120,7 +126,7 @@ class Request:
         """Send *fields* as the body from now on; *names* are the rewrites that changed it."""
         self.raw = msgspec.json.encode(fields)
         self.body = GenerationBody(self.raw, fields)
-        self.chat, self.conversation = None, None
+        self.chat, self.conversation, self.encoded = None, None, ()
         self.rewrites += names
 
     @property
@@ -135,7 +141,9 @@ class Request:
     def words(self) -> str:
         """Its user's first words."""
         body = self.chat or self.body
-        return words_of(body.fields) if body else ""
+        if self._read_words[0] is not body:
+            self._read_words = body, words_of(body.fields) if body else ""
+        return self._read_words[1]
 
     async def send(
         self, upstream: LlamaServer, raw: bytes, on_start: OnStart = do_nothing

@@ -12,7 +12,7 @@ import xxhash
 from cachetools import LRUCache
 
 from proxy.core import cuts
-from proxy.core.messages import CONVERSATIONS, list_of
+from proxy.core.messages import CONVERSATIONS, Route, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.requests import GenerationBody
@@ -62,6 +62,8 @@ class Stabilizing:
         with suppress(ValueError):  # larger than _SEEN_BYTES
             self._seen[key] = result.seen, max(len(body.raw), _SMALL_BYTES)
         if result.body is body.fields:
+            if route is Route.CHAT:  # its messages are those of the chat form
+                request.encoded = result.seen.messages
             return
         names = tuple(name.value for name in result.changed_by)
         for name in names:

@@ -19,7 +19,6 @@ from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread, for_any_page
 
-_EVENTS = "text/event-stream"
 _NO_CELLS = b'"message":"Context size has been exceeded'
 """In llama-server's error; in the text of an answer the quotes are escaped."""
 _REBUILT = frozenset(("content-length", "accept-encoding"))
@@ -36,6 +35,7 @@ class Exchange:
     """
 
     _answer: Reply | aiohttp.ClientResponse
+    _is_stream: bool  # whether that is a stream of events
     _heard: Heard
     _reader: AnswerReader
 
@@ -78,9 +78,11 @@ class Exchange:
                 headers = headers or end_to_end(incoming.headers, without=_REBUILT)
                 answer = await upstream.forward(incoming.method, incoming.raw_path, headers, body)
             async with answer:
-                if _is_of_type(answer, _EVENTS):
+                content_type = answer.headers.get("Content-Type", "")
+                self._is_stream = content_type.startswith("text/event-stream")
+                if self._is_stream:
                     on_start()
-                elif upstream.target.host == "router" and _is_of_type(answer, "text/plain"):
+                elif upstream.target.host == "router" and content_type.startswith("text/plain"):
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
@@ -116,7 +118,7 @@ class Exchange:
         request, route = (self.request, self.route) if answer.status == 200 else (None, None)
         self.writer.stop_keeping()
         waiting = self.writer.response
-        if waiting is not None and not (answer.status == 200 and _is_of_type(answer, _EVENTS)):
+        if waiting is not None and not (answer.status == 200 and self._is_stream):
             return await self._refuse_in_stream(waiting)
         self._told = self._report.told(request) if request else Told()
         stream_edit, edit = edits_of(self.path, answer, request, self._told)
@@ -155,7 +157,7 @@ class Exchange:
             # llama-swap if it broke off.
             may_be_stopped = "X-Conversation-Id" in self.incoming.headers
             is_stopped = may_be_stopped and target.host != "llama-swap"
-            is_whole = self.route is None or not _is_of_type(answer, _EVENTS) or reader.is_complete
+            is_whole = self.route is None or not self._is_stream or reader.is_complete
             if not (is_whole or is_stopped):
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
@@ -166,14 +168,16 @@ class Exchange:
             if task := asyncio.current_task():
                 task.uncancel()
         except aiohttp.ClientError as error:
-            if not (reader.is_complete and _is_of_type(answer, _EVENTS)):
+            if not (reader.is_complete and self._is_stream):
                 await self._break_off(error, is_over=reader.has_token or self._is_in_event)
                 return Answer(answer.status, None, self._first_token_at, is_broken=True)
             await self.writer.end()
         self.is_answered = True
-        timings, calls, said = reader.timings(), reader.calls(), reader.said
+        timings, calls = reader.facts()
         complaint = reader.complaint() if answer.status >= 400 else ""
-        return Answer(answer.status, timings, self._first_token_at, False, calls, said, complaint)
+        return Answer(
+            answer.status, timings, self._first_token_at, False, calls, reader.said, complaint
+        )
 
     async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
@@ -182,6 +186,7 @@ class Exchange:
         all else. While there is no room for more, data stays unread.
         """
         answer, content, writer = self._answer, self._answer.content, self.writer
+        is_of_host = target.host is not None
         passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def advance() -> None:
@@ -189,7 +194,7 @@ class Exchange:
                 return
             try:
                 while not writer.is_full and (chunk := content.read_nowait()):
-                    if target.lost(answer.status, chunk) == "after":
+                    if is_of_host and target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
                     if self._first_token_at is None and not self._is_in_event:
                         self._look_for_cells(chunk)
@@ -247,7 +252,7 @@ class Exchange:
             headers["X-Prefix-Cache"] = self._told.header
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
-        elif _is_of_type(answer, _EVENTS):
+        elif self._is_stream:
             headers.popall("Content-Length", None)  # edits and an error at the end make it another
         body = edited[1] if edited is not None and len(edited[1]) <= PIECE_BYTES else None
         kind = web.StreamResponse if body is None else partial(web.Response, body=body)
@@ -266,7 +271,7 @@ class Exchange:
         stream *is_over*: a client that got neither a token nor half an event can wait on in its stream.
         """
         told = f"llama-server went away in mid-answer: {reason_of(error)}"
-        if is_over or not _is_of_type(self._answer, _EVENTS):
+        if is_over or not self._is_stream:
             return await self._end_in(ServerAway(told))
         await self._keep_waiting()
         raise ServerAway(told, has_ended=not self._heard.is_cut) from error
@@ -280,7 +285,7 @@ class Exchange:
 
     async def _end_in(self, error: ProxyError) -> None:
         """End a stream of events that has begun in an error; cut any other answer."""
-        if _is_of_type(self._answer, _EVENTS):
+        if self._is_stream:
             self.writer.write(b"\n\n" + error_event(self.path, error))
             await self.writer.end()
         elif self.incoming.transport is not None:
@@ -295,7 +300,3 @@ async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> Serve
     if lost == "before":
         return ServerAway(message, was_sent=False)
     return ServerAway(message, has_ended=lost == "after")
-
-
-def _is_of_type(answer: Reply | aiohttp.ClientResponse, content_type: str) -> bool:
-    return answer.headers.get("Content-Type", "").startswith(content_type)

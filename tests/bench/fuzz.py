@@ -186,7 +186,7 @@ def _read_answer(data: bytes) -> None:
             reader, usage = AnswerReader(kind, route), TrueUsage(path, 3)
             for begin in range(0, len(data), 37):
                 reader.feed(data[begin : begin + 37])
-            reader.timings(), reader.calls()
+            reader.facts()
             usage.of_answer(data)
             for line in data.splitlines():
                 usage.of_line(line)

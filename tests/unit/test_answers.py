@@ -29,7 +29,7 @@ def read(content_type: str, *chunks: bytes) -> Timings | None:
     reader = AnswerReader(content_type)
     for chunk in chunks:
         reader.feed(chunk)
-    return reader.timings()
+    return reader.facts()[0]
 
 
 def test_timings_of_a_json_answer_are_found() -> None:
@@ -192,7 +192,7 @@ def test_stream_of_any_api_is_complete_with_its_last_event_only(api: str) -> Non
     assert not reader.is_complete
     reader.feed(last + b"\n")
     assert reader.is_complete
-    assert reader.timings() is not None
+    assert reader.facts()[0] is not None
 
 
 @pytest.mark.parametrize("event", ["response.incomplete", "response.failed"])
@@ -200,7 +200,7 @@ def test_response_that_ends_early_is_complete(event: str) -> None:
     reader = AnswerReader("text/event-stream")
     reader.feed(events({"type": event, "response": {"usage": OPENAI_USAGE}}))
     assert reader.is_complete
-    assert reader.timings() == Timings(1996, 5, 0.0, 8)
+    assert reader.facts()[0] == Timings(1996, 5, 0.0, 8)
 
 
 def test_messages_stream_that_breaks_off_confirms_nothing() -> None:

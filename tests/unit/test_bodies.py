@@ -15,13 +15,13 @@ from proxy.llama.requests import (
     beside_tokens,
     cache_wishes,
     chat_form,
+    conversation_of,
     is_too_deep,
     leading_system,
     n_completions,
     only_to_warm,
     parse_body,
     pin,
-    rendering_key,
 )
 from proxy.serving.prompts import last_user_index, with_messages
 
@@ -279,13 +279,13 @@ def test_with_messages_keeps_the_other_fields_in_order() -> None:
     assert rendered.index(b'"b"') < rendered.index(b'"a"')
 
 
-def test_rendering_key_depends_on_what_the_template_reads_only() -> None:
-    messages = leading_system(TALK)
+def test_digests_depend_on_what_the_template_reads_only() -> None:
     cooler = GenerationBody(b"", {**TALK.fields, "temperature": 0.1})
     other_order = GenerationBody(b"", {**TALK.fields, "tools": [{"a": 2, "b": 1}]})
-    assert rendering_key(TALK, messages) == rendering_key(cooler, messages)
-    assert rendering_key(TALK, messages) != rendering_key(other_order, messages)
-    assert rendering_key(TALK, messages) != rendering_key(TALK, [])
+    shorter = GenerationBody(b"", {**TALK.fields, "messages": leading_system(TALK)})
+    assert conversation_of(TALK) == conversation_of(cooler)
+    assert conversation_of(TALK).digests[:8] != conversation_of(other_order).digests[:8]
+    assert conversation_of(TALK).n_behind(conversation_of(shorter).digests) > 0
 
 
 def test_shape_is_shared_by_requests_of_one_kind_and_holds_no_text() -> None:

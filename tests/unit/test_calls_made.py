@@ -62,7 +62,7 @@ def read(route: Route, data: bytes, *, size: int, is_stream: bool = True) -> lis
     reader = AnswerReader("text/event-stream" if is_stream else "application/json", route)
     for i in range(0, len(data), size):
         reader.feed(data[i : i + size])
-    return list(reader.calls())
+    return list(reader.facts()[1])
 
 
 @pytest.mark.parametrize("route", STREAMS)

@@ -64,10 +64,10 @@ def test_kind_is_told_by_the_messages(messages: str, more: Any, expected: Kind) 
 
 def test_title_is_told_by_the_words_that_it_quotes_where_the_client_names_no_session() -> None:
     main = turn(MAIN, NOBODY)._replace(words="Mend the parser")
-    title = turn("s2 u9", NOBODY, tools="")._replace(quotes="Name this: Mend the parser, please")
-    assert kind_of(title, [main]) is Kind.SIDE
-    assert kind_of(title._replace(quotes="Name this: another one"), [main]) is Kind.FIRST
-    assert kind_of(title, [main._replace(words="parser")]) is Kind.FIRST
+    title, text = turn("s2 u9", NOBODY, tools=""), "Name this: Mend the parser, please"
+    assert kind_of(title, [main], lambda: text) is Kind.SIDE
+    assert kind_of(title, [main], lambda: "Name this: another one") is Kind.FIRST
+    assert kind_of(title, [main._replace(words="parser")], lambda: text) is Kind.FIRST
     with_tools = turn("s2 u9", NOBODY, tools="others")
     assert kind_of(with_tools, [main]) is Kind.FIRST
 

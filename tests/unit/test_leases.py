@@ -63,7 +63,7 @@ async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None
     first.release()
     both = await soon(wants_both)
     assert both.held and not newcomer.done()
-    both.give_back([TWO])
+    queue.take_back(both, [TWO])
     assert (await soon(newcomer)).held == (TWO,)
 
 
@@ -185,7 +185,7 @@ async def test_slots_that_are_handed_on_are_given_back_by_the_last_task() -> Non
 async def test_hand_over_after_a_partial_release_passes_on_the_rest() -> None:
     queue = queue_of(2)
     lease = await queue.lease(both_slots(queue))
-    lease.give_back([ONE])
+    queue.take_back(lease, [ONE])
     task = asyncio.get_running_loop().create_task(asyncio.sleep(0))
     lease.hand_over(task)
     assert [slot.id for slot in queue.table.free()] == [ONE]
