@@ -227,11 +227,8 @@ def judge_prompt(
     The nearest known prompt shares the most tokens; the compared one is mostly of its conversation.
     """
     nearest, compared = matches
-    if (
-        compared
-        and not compared.is_same_conversation
-        and _state_has_more(compared, served.plan.n_shared)
-    ):
+    n_stored = served.plan.n_shared - SLACK_TOKENS
+    if compared and not compared.is_same_conversation and compared.n_common < n_stored:
         compared = None  # what is left of this conversation says more than another one
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     past, change, where = Past(0, n_like), None, Divergence()
@@ -272,7 +269,7 @@ def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Near
 
     The request was planned at *planned_at*, by the monotonic clock.
     """
-    if compared is None or _state_has_more(compared, n_shared):
+    if compared is None or compared.n_common < n_shared - SLACK_TOKENS:
         return Nearest(kind="state", n_common=n_shared) if n_shared else None
     known = compared.known
     return Nearest(
@@ -282,10 +279,6 @@ def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Near
         n_tokens=len(known.tokens),
         age_seconds=round(planned_at - known.ended_at, 3),
     )
-
-
-def _state_has_more(compared: Match, n_shared: int) -> bool:
-    return compared.n_common + SLACK_TOKENS < n_shared
 
 
 def _n_known(served: Account, past: Past) -> int:
