@@ -175,8 +175,9 @@ def words_of(fields: dict[str, Any]) -> str:
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
-    plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
-    words = " ".join(plain.split())
+    words = " ".join(text[:_LOOKED_AT].split())
+    if not words.isprintable():
+        words = " ".join("".join(c if c.isprintable() else " " for c in words).split())
     # `opencode run` puts them between quotation marks.
     return shortened(words.strip('"') if words[:1] == words[-1:] == '"' else words, _N_TITLE)
 
@@ -189,7 +190,9 @@ def said_in(fields: dict[str, Any]) -> str:
 
 def shortened(text: str, n_characters: int) -> str:
     """Return a text, cut off if it is longer than *n_characters*, without what a terminal obeys."""
-    shown = "".join(c if c.isprintable() else "�" for c in text[: n_characters + 1])
+    shown = text[: n_characters + 1]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else "�" for c in shown)
     return shown if len(shown) <= n_characters else shown[: n_characters - 1].rstrip() + "…"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,25 @@ async def test_replaced_process_is_noticed_by_the_next_request(
         assert (await rig.chat("a")).n_reused == 308
         assert rig.sample("restores_total", result="done") == 1
         assert rig.sample("live_reuse_short_total") == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_request_that_goes_on_in_its_slot_looks_at_llama_server_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        messages = question("a")
+        for n_turns in range(4):
+            answer = (await rig.chat(messages)).content["choices"][0]["message"]
+            await rig.running.pool.accounted()
+            messages += [answer, {"role": "user", "content": f" go on, for time {n_turns}"}]
+        await rig.unwatched(monkeypatch)
+        n_before = len(rig.server.seen)
+        await rig.chat(messages, stream=is_stream)
+        await rig.running.pool.accounted()
+        places = Counter(seen.place for seen in rig.server.seen[n_before:])
+        assert (places["props"], places["apply-template"], places["generate"]) == (1, 1, 1)
+        assert places.total() <= 5
 
 
 async def test_requests_in_the_queue_are_served_by_the_new_process(start_rig: StartRig) -> None:

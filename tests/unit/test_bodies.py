@@ -279,6 +279,11 @@ def test_with_messages_keeps_the_other_fields_in_order() -> None:
     assert rendered.index(b'"b"') < rendered.index(b'"a"')
 
 
+def test_messages_that_are_encoded_already_give_the_same_conversation() -> None:
+    encoded = [msgspec.json.encode(message) for message in TALK.messages]
+    assert conversation_of(TALK, encoded) == conversation_of(TALK)
+
+
 def test_digests_depend_on_what_the_template_reads_only() -> None:
     cooler = GenerationBody(b"", {**TALK.fields, "temperature": 0.1})
     other_order = GenerationBody(b"", {**TALK.fields, "tools": [{"a": 2, "b": 1}]})
