@@ -145,21 +145,27 @@ class PromptReader:
         begins_turn = last_user is not None and all(
             message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
         )
-        newest = last_user if begins_turn else None
-        header, message_end, last_turn_end, surroundings = await asyncio.gather(
-            self._header_end(rendering),
-            self._message_end(rendering, rule, is_wanted=begins_turn),
-            self._last_turn_end(rendering, newest),
-            self._surroundings_end(rendering, newest),
-        )
-        cuts = Cuts(
-            header, message_end=message_end, last_turn_end=last_turn_end, surroundings=surroundings
-        )
+        if begins_turn or rule.is_end_only:
+            newest = last_user if begins_turn else None
+            header, message_end, last_turn_end, surroundings = await asyncio.gather(
+                self._header_end(rendering),
+                self._message_end(rendering, rule),
+                self._last_turn_end(rendering, newest),
+                self._surroundings_end(rendering, newest),
+            )
+            cuts = Cuts(
+                header,
+                message_end=message_end,
+                last_turn_end=last_turn_end,
+                surroundings=surroundings,
+            )
+        else:  # within a turn only the header is of use
+            cuts = Cuts(await self._header_end(rendering))
         if last_user is None:
             return cuts
         key = rendering.digests_to(last_user + 1)
         if begins_turn:
-            self._turns[key] = tokens[:message_end]
+            self._turns[key] = tokens[: cuts.message_end]
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
             shared = await self._compare(rendering, body.messages[: last_user + 1])
             self._turns[key] = tokens[: shared.n_tokens]
@@ -191,14 +197,12 @@ class PromptReader:
         pieces = await _to_last_special_token(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
 
-    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule, *, is_wanted: bool) -> int:
+    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule) -> int:
         """Return the end of the last complete message: where the generation prompt begins.
 
         Every answer begins with a generation prompt (`<|im_start|>assistant`, then `<think>`). If that is
         so long that llama-server itself makes a context checkpoint within it, the end is there.
         """
-        if not is_wanted and not rule.is_end_only:
-            return 0
         messages, n_own = rendering.body.messages, own_point(len(rendering.tokens))
         plain = partial(self._compare, rendering, messages)
         n_end = await self._cut_at_ending(rendering, "end", "", plain)
