@@ -340,7 +340,7 @@ class CachedRequest:
                 content = TAINTED if self._must_erase() else slots.left_by(prompt, content)
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
-            process.slots.set_content(slot_id, planning.as_left_by(self._request, content))
+            process.slots.set_content(slot_id, self._request.as_left(content))
             winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
 
@@ -354,7 +354,7 @@ class CachedRequest:
         self._read_beside()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
-        held = planning.as_left_by(self._request, slots.left_by(prompt, before))
+        held = self._request.as_left(slots.left_by(prompt, before))
         process.slots.set_content(slot_id, held)
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
@@ -396,7 +396,7 @@ class CachedRequest:
                 process.slots[slot_id].has_answered = True
             if not answer.is_refusal:
                 held = self._held(process.slots[slot_id].content, answer.timings)
-                process.slots.set_content(slot_id, planning.as_left_by(self._request, held))
+                process.slots.set_content(slot_id, self._request.as_left(held))
             self._save_now(answer)
             account.value(process.rates, self._request.fetch_seconds)
             judgement = Judgement(Cause.UNKNOWN)

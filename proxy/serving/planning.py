@@ -8,12 +8,11 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
-from proxy.core.messages import Kind
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, Prompt, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes, state_bytes
-from proxy.core.slots import Content, Known, SlotPhase, Unknown, not_to_save
+from proxy.core.slots import Known, SlotPhase, Unknown
 from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
@@ -151,13 +150,6 @@ def as_wished(process: Process, request: Request, prompt: Prompt, plan: Plan) ->
     if NO_STORE in request.wishes:
         plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
     return plan
-
-
-def as_left_by(request: Request, content: Content) -> Content:
-    """Return a slot's content, marked as not to be saved after a side call or under no_store."""
-    if isinstance(content, Known) and request.kind is Kind.SIDE:
-        return replace(content, is_aside=True)
-    return not_to_save(content) if NO_STORE in request.wishes else content
 
 
 # States that are about to be saved. When two requests with the same new header come at the same moment,

@@ -4,14 +4,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from proxy.core.messages import Conversation, Kind, Route
 from proxy.core.model import Prompt, salted_tenant
-from proxy.core.slots import Known
+from proxy.core.slots import Content, Known, not_to_save
 from proxy.core.tokens import Namespace
 from proxy.explain.judgement import NOT_JUDGED, Account, Judgement
 from proxy.explain.sketch import words_of
@@ -144,6 +144,12 @@ class Request:
         if self._read_words[0] is not body:
             self._read_words = body, words_of(body.fields) if body else ""
         return self._read_words[1]
+
+    def as_left(self, content: Content) -> Content:
+        """Return a slot's content, marked as not to be saved after a side call or under no_store."""
+        if isinstance(content, Known) and self.kind is Kind.SIDE:
+            return replace(content, is_aside=True)
+        return not_to_save(content) if NO_STORE in self.wishes else content
 
     async def send(
         self, upstream: LlamaServer, raw: bytes, on_start: OnStart = do_nothing
