@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import xxhash
+from multidict import MultiMapping
 
 from proxy.core.messages import (
     Conversation,
@@ -63,14 +64,17 @@ def is_task_for_each_input(path: str) -> bool:
     return any(word in path for word in ("embedding", "rerank"))
 
 
-def reads_forms(path: str) -> bool:
-    """Return whether request bodies for *path* are forms, not JSON."""
-    return path.endswith("/audio/transcriptions")
-
-
 def counts_tokens(method: str, path: str) -> bool:
     """Return whether a request only counts the tokens of a generation's body."""
     return method == "POST" and path.endswith(("/count_tokens", "/input_tokens"))
+
+
+def may_be_read_as_another(raw_path: str, path: str) -> bool:
+    """Return whether a server may find another route in *raw_path* than *path*, which is decoded.
+
+    llama-server decodes %uXXXX, too (decode_path_component in cpp-httplib). Servers before it resolve dots.
+    """
+    return "%u" in raw_path.partition("?")[0] or ".." in path.split("/")
 
 
 def changes_server_state(method: str, path: str) -> bool:
@@ -101,6 +105,15 @@ def is_anthropic(path: str) -> bool:
 
 
 # Bodies: those of clients, and those that are made only to evaluate a prompt.
+
+
+def is_json(headers: MultiMapping[str]) -> bool:
+    """Return whether llama-server parses a body as it comes, by its headers.
+
+    llama-server makes JSON of a form on every route (server-http.cpp). A build may decompress bodies.
+    """
+    is_form = any("multipart/" in kind.lower() for kind in headers.getall("Content-Type", ()))
+    return not is_form and "Content-Encoding" not in headers
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -49,7 +49,7 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        is_unread = request.body is None and not requests.reads_forms(request.path)
+        is_unread = request.body is None and request.is_json
         if is_unread and not requests.is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
         if self._is_brief(process, request):

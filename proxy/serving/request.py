@@ -58,6 +58,7 @@ class Request:
     client: str = ""
     model: str = ""
     asked_cache: str = ""  # the client's header X-Prefix-Cache
+    is_json: bool = True  # whether llama-server parses the body as it comes: it is no form
     wishes: frozenset[str] = frozenset()  # those of NO_STORE and NO_READ that the client has
     warms: bool = False  # whether the client only wants the prompt evaluated and saved
     answering: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,7 +104,8 @@ class Request:
 
         A salt splits the tenant further. Raises as `without_salt`.
         """
-        raw, body, self.salt = requests.without_salt(raw, requests.parse_body(raw))
+        parsed = requests.parse_body(raw) if self.is_json else None
+        raw, body, self.salt = requests.without_salt(raw, parsed)
         self.tenant = salted_tenant(secret, self.tenant, self.salt) if self.salt else self.tenant
         if body and (warming := requests.only_to_warm(self.route, body)):
             self.warms, raw, body = True, warming, requests.parse_body(warming)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import xxhash
+from multidict import MultiMapping
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import keyed_tenant, salted_tenant
@@ -26,6 +27,17 @@ lost with the index, because their records name no owner."""
 def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
     """Return those headers that carry an API key."""
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
+
+
+def names_one_client(headers: MultiMapping[str]) -> bool:
+    """Return whether llama-server is sure to see the same keys as the proxy.
+
+    Of a header that comes twice llama-server may read the other one, and what `Connection` names is not
+    passed on.
+    """
+    dropped = headers.get("Connection", "").lower()
+    given = (name for name in _KEY_HEADERS if name in headers)
+    return not any(len(headers.getall(n)) > 1 or n.lower() in dropped for n in given)
 
 
 def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:

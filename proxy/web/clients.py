@@ -15,7 +15,7 @@ from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
 from proxy.serving.services import Services
-from proxy.serving.tenants import keys_of, tenant_of
+from proxy.serving.tenants import keys_of, names_one_client, tenant_of
 from proxy.tasks import Deadline
 from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
@@ -53,10 +53,7 @@ class Front:
         model, path = self.pool.split_path(incoming.path, named)
         exchange = Exchange(incoming, path, self.unread, self.shared.report)
         try:
-            if not incoming.raw_path.startswith("/"):
-                raise ProxyError("the request target must be a path", 400)
-            if not HttpVersion10 <= incoming.version <= HttpVersion11:
-                raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
+            _check(incoming)
             if exchange.route is None:
                 await self._pass_on(exchange, model, may_load=may_load)
             else:
@@ -116,6 +113,7 @@ class Front:
             # Bytes that are no UTF-8 came as surrogates.
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
+            is_json=requests.is_json(headers),
             client=client_name(headers.get("User-Agent", "")),
             model=model,
         )
@@ -155,3 +153,15 @@ class Front:
                 raise
             # aiohttp ends the bodies that are still coming before it ends their requests.
             raise ProxyStopped("the proxy stopped before the request body was whole") from None
+
+
+def _check(incoming: web.Request) -> None:
+    """Raise ProxyError for a request that llama-server may read otherwise than the proxy does."""
+    if not incoming.raw_path.startswith("/"):
+        raise ProxyError("the request target must be a path", 400)
+    if requests.may_be_read_as_another(incoming.raw_path, incoming.path):
+        raise ProxyError("the path has %u or .. in it", 400)
+    if not HttpVersion10 <= incoming.version <= HttpVersion11:
+        raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
+    if not names_one_client(incoming.headers):
+        raise ProxyError("an API key comes twice, or Connection names its header", 400)

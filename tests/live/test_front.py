@@ -46,6 +46,16 @@ DIFFERENT = {
     "a Host that is none": (get(b"/v1/models", host=b"Host: \xff a\r\n"), 400, 200),
     "another Expect than 100-continue": (get(b"/v1/models", b"Expect: x\r\n"), 200, 417),
     "OPTIONS *": (_OPTIONS, 200, 404),
+    "%u in the path": (post(b"/%u0063ompletion", chat(prompt="a")), 200, 400),
+    "slots behind %u": (post(b"/%u0073lots/0?action=erase", b"{}"), 200, 400),
+    "dots in the path": (get(b"/x/../v1/models"), 404, 400),
+    "encoded dots in the path": (get(b"/x/%2e%2E/v1/models"), 404, 400),
+    "a key twice": (post(CHAT, chat(), b"X-Api-Key: a\r\nX-Api-Key: b\r\n"), 200, 400),
+    "a key that Connection names": (
+        post(CHAT, chat(), b"Authorization: a\r\nConnection: authorization\r\n"),
+        200,
+        400,
+    ),
     "a target of over 32 KiB": (get(b"/v1/models?" + b"a" * 40000), 0, 400),
 }
 """What docs/security.md names, with llama-server's own answer and the proxy's; 0 is none."""

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import openai
 import pytest
 
 from tests.lab.conversation import prose, system, tools, user
+from tests.lab.raw_bytes import post, status_of
 from tests.lab.rig import Rig
 from tests.lab.server import request
 from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
@@ -200,6 +202,36 @@ ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 
 Who = Callable[[str], tuple[str | None, dict[str, str]]]
 """What somebody sends with a request: a key, and fields of the body."""
+
+
+async def test_nobody_gets_anything_of_another_by_a_form(start_rig: StartRig) -> None:
+    """llama-server makes JSON of the texts in a form, on every route; the grammar ends the answer."""
+    async with start_rig("hybrid", **KEYED) as rig:
+        for seed, path in enumerate(("/completion", "/v1/completions")):
+            text = prose(seed, 300)
+            await rig.post(path, {"prompt": text, "n_predict": 1}, headers=bearer("ann"))
+            form = aiohttp.FormData({"grammar": 'root ::= "a"'}, default_to_multipart=True)
+            form.add_field("prompt", text)
+            url, headers = rig.base_url + path, bearer("bob")
+            async with rig.client.post(url, data=form, headers=headers) as reply:
+                answer = await reply.json()
+            assert reply.status == 200, answer
+            assert answer["timings"]["cache_n"] == 0, path
+
+
+async def test_key_that_is_not_passed_on_gets_nothing_of_another(start_rig: StartRig) -> None:
+    """The proxy would ask about one key, and llama-server would take the other."""
+    two = "Authorization: Bearer guess", "Connection: Authorization", "X-Api-Key: bob"
+    async with start_rig("hybrid", **KEYED) as rig:
+        prompt = json.dumps({"prompt": prose(1, 300), "n_predict": 1}).encode()
+        async with rig.client.post(
+            rig.base_url + "/completion", data=prompt, headers=bearer("ann")
+        ) as reply:
+            assert reply.status == 200
+        before = slots(rig)
+        raw = post(b"/completion", prompt, "".join(f"{line}\r\n" for line in two).encode())
+        assert await status_of(rig.base_url, raw) == 400
+        assert slots(rig) == before
 
 
 @pytest.mark.parametrize(
