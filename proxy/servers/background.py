@@ -310,7 +310,8 @@ class Ahead:
         chat, answer = request.chat, request.answer
         if not (account and prompt and chat and answer):
             return
-        tokens = await process.reader.read_next(chat, answer.said(), request.keys)
+        named = request.keys, prompt.namespace
+        tokens = await process.reader.read_next(chat, answer.said(), *named)
         cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
         slot_id = account.plan.slot_id

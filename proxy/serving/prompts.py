@@ -2,7 +2,8 @@
 
 Owns: how a cut is found, and how little is tokenized. llama-server itself renders, so that every template
 is covered. Results that hold for the later requests of a conversation are remembered, and checked against
-the text and the tokens at hand before they are used.
+the text and the tokens at hand before they are used. What one tenant's requests have taught helps no other
+tenant: the time of an answer would tell that somebody has sent the same text.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ _CHECKED = 64
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """A prompt as text and as tokens, its body in the chat form, and the client's keys.
+    """A prompt as text and as tokens, its body in the chat form, the client's keys and the tenant's namespace.
 
     `digests` are those of its Conversation, which begins with `n_system` system messages.
     """
@@ -62,12 +63,13 @@ class _RenderedPrompt:
     tokens: TokenIds
     body: GenerationBody
     headers: Headers
+    namespace: Namespace
     digests: bytes = b""
     n_system: int = 0
 
-    def digests_to(self, n_messages: int) -> bytes:
-        """Return the digests of the first *n_messages*, and of all else that is rendered with them."""
-        return self.digests[: (1 + n_messages) * DIGEST_BYTES]
+    def key_to(self, n_messages: int) -> bytes:
+        """Return a key of the tenant, the first *n_messages*, and all else that is rendered with them."""
+        return self.namespace + self.digests[: (1 + n_messages) * DIGEST_BYTES]
 
 
 class _Shared(NamedTuple):
@@ -92,7 +94,7 @@ class PromptReader:
         self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._endings: LRUCache[tuple[str, str, bytes], str] = LRUCache(_N_REMEMBERED)
-        self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
+        self._tails: LRUCache[tuple[Namespace, str], TokenIds] = LRUCache(_N_REMEMBERED)
 
     async def read(
         self,
@@ -120,10 +122,10 @@ class PromptReader:
         if is_before_media := body.has_media:
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
-        tokens = await self.known.tokenize(text, headers)
+        tokens = await self.known.tokenize(text, headers, namespace)
         digests = (conversation or conversation_of(body)).digests
         n_system = n_leading_system(body.messages)
-        rendering = _RenderedPrompt(text, tokens, body, headers, digests, n_system)
+        rendering = _RenderedPrompt(text, tokens, body, headers, namespace, digests, n_system)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if is_before_media:
             cuts = Cuts(await self._header_end(rendering))
@@ -163,7 +165,7 @@ class PromptReader:
             cuts = Cuts(await self._header_end(rendering))
         if last_user is None:
             return cuts
-        key = rendering.digests_to(last_user + 1)
+        key = rendering.key_to(last_user + 1)
         if begins_turn:
             self._turns[key] = tokens[: cuts.message_end]
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
@@ -178,7 +180,7 @@ class PromptReader:
         renderings with different user texts share, up to the last special token: text after that token
         may merge with whatever follows.
         """
-        key = rendering.digests_to(rendering.n_system)
+        key = rendering.key_to(rendering.n_system)
         if key not in self._headers:
             try:
                 self._headers[key] = await self._shared_header(rendering)
@@ -268,7 +270,7 @@ class PromptReader:
         After that nothing is rendered for requests that end alike.
         """
         text, messages = rendering.text, rendering.body.messages
-        key = kind, text_of(messages[-1], "role"), rendering.digests_to(0)
+        key = kind, text_of(messages[-1], "role"), rendering.key_to(0)
         if key in self._endings and text.endswith(own + self._endings[key]):
             n_characters = len(text) - len(own) - len(self._endings[key])
             if n_cut := await self._tokens_before(rendering, n_characters):
@@ -298,21 +300,24 @@ class PromptReader:
         if n_cut := await self._tokens_before(rendering, end):
             return _Shared(n_cut, end)
         # A token straddles that point: compare the tokens of the two renderings.
-        other_tokens = await self.known.tokenize(other_text, rendering.headers)
+        named = rendering.headers, rendering.namespace
+        other_tokens = await self.known.tokenize(other_text, *named)
         return _Shared(common_prefix_length(rendering.tokens, other_tokens), 0)
 
     async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
         tail = rendering.text[n_characters:]
-        tokens = self._tails.get(tail)
+        tokens = self._tails.get(key := (rendering.namespace, tail))
         if tokens is None:
             tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
             if len(tail) <= _REMEMBERED_CHARACTERS:
-                self._tails[tail] = tokens
+                self._tails[key] = tokens
         n_cut = len(rendering.tokens) - len(tokens)
         return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
-    async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
+    async def read_next(
+        self, body: GenerationBody, said: str, headers: Headers, namespace: Namespace
+    ) -> TokenIds:
         """Return what the prompt behind an answer with the text *said* begins with; raises UpstreamFault.
 
         No tokens if that depends on whether the client sends the answer's reasoning back.
@@ -327,9 +332,9 @@ class PromptReader:
         text = await self._upstream.apply_template(raw, headers)
         if text != await self._upstream.apply_template(with_reasoning, headers):
             return TokenIds("i")
-        tokens = await self.known.tokenize(text, headers)
+        tokens = await self.known.tokenize(text, headers, namespace)
         next_body = GenerationBody(raw, {**body.fields, "messages": messages})
-        rendering = _RenderedPrompt(text, tokens, next_body, headers)
+        rendering = _RenderedPrompt(text, tokens, next_body, headers, namespace)
         shared = await self._compare_replaced(rendering, len(messages) - 1, [other])
         return tokens[: shared.n_tokens]
 
@@ -367,20 +372,21 @@ class KnownTexts:
 
     def __init__(self, upstream: LlamaServer) -> None:
         self._upstream = upstream
-        self._texts: deque[tuple[str, TokenIds]] = deque(maxlen=_N_TEXTS)
+        self._texts: deque[tuple[Namespace, str, TokenIds]] = deque(maxlen=_N_TEXTS)
         self._mark: tuple[str, int] | None = None
         self._is_mark_sought = True
         self.n_spliced = 0
 
-    async def tokenize(self, text: str, headers: Headers) -> TokenIds:
-        """Return the tokens of a rendering; raises UpstreamFault."""
-        tokens = await self._splice(text, headers)
+    async def tokenize(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds:
+        """Return the tokens of a rendering for a tenant; raises UpstreamFault."""
+        tokens = await self._splice(text, headers, namespace)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
-        earlier = [k for k in self._texts if text.startswith(k[0][:-_SEARCHED_CHARACTERS])]
+        theirs = (known for known in self._texts if known[0] == namespace)
+        earlier = [k for k in theirs if text.startswith(k[1][:-_SEARCHED_CHARACTERS])]
         if earlier:  # of the same conversation
             self._texts.remove(earlier[0])
-        self._texts.append((text, tokens))
+        self._texts.append((namespace, text, tokens))
         if self._is_mark_sought:
             self._is_mark_sought = False
             ending = text[-_SEARCHED_CHARACTERS:]
@@ -398,11 +404,13 @@ class KnownTexts:
         self._mark = None
         return True
 
-    async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
+    async def _splice(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
         mark, mark_id = self._mark or ("", 0)
         begin, head = 0, TokenIds("i")
-        for known, known_tokens in self._texts if mark else ():
+        for whose, known, known_tokens in self._texts if mark else ():
+            if whose != namespace:
+                continue
             end = text.rfind(mark, 0, common_prefix_length(known, text))
             if end > begin:
                 backwards, at = known_tokens[::-1], -1

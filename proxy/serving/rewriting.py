@@ -206,7 +206,7 @@ class Overflow:
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
         text = drops.rendered_text(message)
-        key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
+        key = xxhash.xxh3_128_digest(request.namespace + text.encode())
         if key not in self._counts:
             tokens = await upstream.tokenize(text, request.keys, add_special=False)
             self._counts[key] = len(tokens)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.core.plan import Why
+from proxy.core.tokens import Namespace
 from proxy.llama.client import LlamaServer
 from proxy.serving import cache, cached
 from proxy.serving.cache import BRIEF
@@ -171,6 +172,6 @@ async def test_known_texts_are_tokenized_as_if_they_were_whole(start_rig: StartR
             messages = [*messages[:keep], {"role": "user", "content": content}]
             text = (await rig.post("/apply-template", {"messages": messages}))["prompt"]
             whole = await upstream.tokenize(text, {}, add_special=True)
-            assert await known.tokenize(text, {}) == whole
+            assert await known.tokenize(text, {}, Namespace(b"")) == whole
             n_spliced = known.n_spliced
         assert n_spliced > N_TEXTS / 2

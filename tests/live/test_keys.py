@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from proxy.llama.client import LlamaServer
 from tests.lab.conversation import prose, system, tools, user
 from tests.lab.raw_bytes import post, status_of
 from tests.lab.rig import Rig
@@ -217,6 +218,35 @@ async def test_nobody_gets_anything_of_another_by_a_form(start_rig: StartRig) ->
                 answer = await reply.json()
             assert reply.status == 200, answer
             assert answer["timings"]["cache_n"] == 0, path
+
+
+async def test_nobody_s_prompt_is_read_sooner_for_what_another_has_sent(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text too long for the context costs its sender nothing but this time."""
+    call, calls = LlamaServer.call, list[tuple[str, int]]()
+
+    async def counted(*given: Any, **options: Any) -> Any:
+        if (path := given[2]) in ("/tokenize", "/apply-template"):
+            calls.append((path, len(repr(given[4]))))
+        return await call(*given, **options)
+
+    async def read(rig: Rig, key: str, digit: int) -> list[tuple[str, int]]:
+        await rig.settled()
+        calls.clear()
+        roles = "system", "user", "assistant", "user"
+        messages = [{"role": role, "content": f"{digit} " * 300} for role in roles]
+        await ask(rig, messages, key, tools=tools(1))
+        await rig.settled()
+        return sorted(calls)
+
+    monkeypatch.setattr(LlamaServer, "call", counted)
+    async with start_rig("hybrid", **KEYED) as rig:
+        for key, digit in (("ann", 1), ("bob", 2)):  # what is learned of the template
+            await read(rig, key, digit)
+        first, again = await read(rig, "ann", 3), await read(rig, "ann", 3)
+        assert sum(size for _, size in again) < sum(size for _, size in first)
+        assert await read(rig, "bob", 3) == await read(rig, "bob", 4)
 
 
 async def test_key_that_is_not_passed_on_gets_nothing_of_another(start_rig: StartRig) -> None:
