@@ -95,7 +95,8 @@ def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
     says, level, trace = event.pop("says", ""), event["level"], event.pop("exception", "")
     if level not in ("info", "debug"):
         fields = [f"{name}: {value}" for name, value in event.items() if name not in _NO_FACTS]
-        says = f"{level}: {says or '; '.join([event.pop('event'), *fields])}"
+        told = "; ".join([event.pop("event"), *fields]).replace("\n", "�")  # no line of its own
+        says = f"{level}: {says or told}"
     if not says:
         raise structlog.DropEvent
     said = _CONTROLS.sub("�", f"{event['timestamp']}  {says}")  # a client's path may have such
