@@ -155,7 +155,7 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
         unread.is_stopping = True
         deadline.set(settings.drain_seconds)
 
-    clients = web.Application(client_max_size=MAX_BODY_BYTES)
+    clients = web.Application()
     clients.router.add_route("*", "/{path:(?s:.*)}", front.handle)  # a path may have a newline
     clients.on_shutdown.append(stop)
     # Before the first call to llama-server: another proxy may be using it, and would be disturbed.

@@ -22,6 +22,10 @@ from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
+SMALL_BODY_BYTES = 1 << 20
+MAX_COMING_BYTES = 1 << 30
+"""The most bytes of all bodies that are still coming. Beyond that only small ones are taken: bodies come
+before anybody knows whether llama-server takes their keys."""
 MAX_TARGET_BYTES = 32 << 10
 """The longest path with its query; llama-server has the same limit."""
 IDLE_SECONDS = 75.0
@@ -44,6 +48,7 @@ class Front:
     max_requests: int
     aliases: requests.Aliases
     deadline: Deadline
+    n_coming_bytes: int = 0
 
     async def handle(self, incoming: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
@@ -138,21 +143,31 @@ class Front:
 
     async def _read_body(self, incoming: web.Request) -> bytes:
         """Return the body, in which an alias became the model's name; raises ProxyError over the limits."""
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await incoming.read()
-                return requests.with_alias(body, self.aliases) if self.aliases else body
+                while chunk := await incoming.content.readany():
+                    body += chunk
+                    self.n_coming_bytes += len(chunk)
+                    self._check_size(len(body))
         except TimeoutError as error:
             message = f"the request body did not come within {BODY_SECONDS:.0f} s"
             raise ProxyError(message, 408) from error
-        except web.HTTPRequestEntityTooLarge as error:
-            message = f"the request body is over {MAX_BODY_BYTES >> 20} MiB"
-            raise ProxyError(message, 413) from error
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
             # aiohttp ends the bodies that are still coming before it ends their requests.
             raise ProxyStopped("the proxy stopped before the request body was whole") from None
+        finally:
+            self.n_coming_bytes -= len(body)
+        return requests.with_alias(bytes(body), self.aliases) if self.aliases else bytes(body)
+
+    def _check_size(self, n_bytes: int) -> None:
+        """Raise ProxyError for a body of which so many bytes have come, if that is too much."""
+        if n_bytes > MAX_BODY_BYTES:
+            raise ProxyError(f"the request body is over {MAX_BODY_BYTES >> 20} MiB", 413)
+        if n_bytes > SMALL_BODY_BYTES and self.n_coming_bytes > MAX_COMING_BYTES:
+            raise TooManyRequests(f"request bodies of over {MAX_COMING_BYTES >> 20} MiB are coming")
 
 
 def _check(incoming: web.Request) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy import app
 from proxy.core.messages import Route
+from proxy.web import clients
 from proxy.web.relay import Exchange
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION
@@ -148,12 +148,10 @@ async def test_body_over_the_limit_is_refused_by_name(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig() as rig:
-        monkeypatch.setattr(app, "MAX_BODY_BYTES", 2048)
-        await rig.stop_proxy()
-        await rig.start_proxy()
-        reply = await rig.post(CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]})
+        monkeypatch.setattr(clients, "MAX_BODY_BYTES", 1 << 20)
+        reply = await rig.post(CHAT, {"messages": [{"role": "user", "content": "x" * (1 << 20)}]})
         assert reply.status == 413
-        assert "over 256 MiB" in reply.content["error"]["message"]
+        assert "over 1 MiB" in reply.content["error"]["message"]
 
 
 async def test_model_with_an_alias_is_named_as_llama_server_does(start_rig: StartRig) -> None:

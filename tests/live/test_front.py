@@ -121,6 +121,22 @@ async def test_body_that_does_not_come_is_not_waited_for(
     assert await status_of(rig.base_url, post(CHAT, chat())[:-1]) == 408
 
 
+async def test_bodies_that_are_coming_have_bounded_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "SMALL_BODY_BYTES", 2000)
+    monkeypatch.setattr(clients, "MAX_COMING_BYTES", 30_000)
+    large = post(CHAT, chat(metadata="a" * 20_000))
+    slow = await RawConnection.open(rig.base_url)
+    slow.send(large[:-1])
+    assert await status_of(rig.base_url, post(CHAT, chat())) == 200
+    assert await status_of(rig.base_url, large) == 503
+    slow.send(large[-1:])
+    assert await slow.status() == 200
+    await slow.close()
+    assert await status_of(rig.base_url, large) == 200
+
+
 async def test_head_that_does_not_come_is_not_waited_for(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
