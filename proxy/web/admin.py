@@ -2,9 +2,10 @@
 
 On loopback the listener asks for a token only if one is set. Without a token `only_operators` keeps other
 sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebinding), and its page may then
-read the answers. Only the name in Host shows that. Nobody else can own a name without a dot, or one under
-the domains below. Browsers send an Origin with every request from another site's page, and with every
-request that changes something.
+read the answers. Only the name in Host shows that. On the internet nobody can own a name without a dot, or
+one under the domains below; in a stranger's network somebody may (docs/security.md). Browsers send an
+Origin with every request of another site's page that can read the answer, and with every request that
+changes something. Other requests of such a page, as for an image, could hold all places of the live page.
 """
 
 import asyncio
@@ -87,7 +88,8 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
                     "pages could otherwise read this under a name of theirs",
                 )
             origin = request.headers.get("Origin")
-            if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
+            is_own = origin is None or origin.partition("://")[2].lower() == request.host.lower()
+            if not is_own or _is_part_of_another_page(request.headers):
                 raise _refused(web.HTTPForbidden, "not for pages of other sites")
         if token is not None and request.path not in open_paths:
             _require(token, request)
@@ -105,6 +107,12 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             raise
 
     return check
+
+
+def _is_part_of_another_page(headers: Mapping[str, str]) -> bool:
+    """Return whether a page of another site loads this, such as an image; a link to here is no part."""
+    is_elsewhere = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+    return is_elsewhere and headers.get("Sec-Fetch-Dest") != "document"
 
 
 def _require(token: str, request: web.Request) -> None:
