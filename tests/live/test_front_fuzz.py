@@ -173,3 +173,19 @@ async def test_any_head_has_the_direct_class_of_answer_or_is_refused(rig: Rig, r
     if HOST in raw and (not is_half or ours == "served"):
         passed_on = as_passed_on(raw)
         assert class_of(await status_of(rig.server.base_url, passed_on, is_all=is_half)) == ours
+
+
+WRITTEN = ("%c", "%%%02x", "%%%02X", "%%u%04x", "%%u%04X", "%%U%04x", "%%25%02x", "/%c", "./%c")
+"""Ways to write a letter of a path: some of them are another letter."""
+
+
+@given(ways=st.lists(st.sampled_from(WRITTEN), min_size=8, max_size=8))
+@example(ways=["%c", "%%u%04x", *["%c"] * 6])
+@IN_ONE_LOOP
+async def test_slots_are_not_reached_however_their_path_is_written(
+    rig: Rig, ways: list[str]
+) -> None:
+    letters = zip(ways, map(ord, "/slots/0"), strict=True)
+    path = "/" + "".join(way % letter for way, letter in letters).removeprefix("/")
+    raw = post(f"{path}?action=erase".encode(), b"{}")
+    assert class_of(await status_of(rig.base_url, raw)) == "refused", path
