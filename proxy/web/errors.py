@@ -39,6 +39,7 @@ _TYPES = {
 """The type of an error by its status: llama-server's, and Anthropic's."""
 
 _TOO_LONG = "exceed_context_size_error"
+_OPENAIS_CODE = "context_length_exceeded"
 
 Error = dict[str, Any]
 Edit = Callable[[bytes], bytes]
@@ -70,7 +71,7 @@ def error_event_of(path: str, status: int, body: bytes) -> bytes:
     if error is None:
         message = f"llama-server answered {status} without a stream"
         error = _own_error(status, message) | {"type": _TYPES[500][0]}
-    return _event(path, error)
+    return _event(path, error, status)
 
 
 def anthropic_error(status: int, body: bytes) -> bytes:
@@ -101,22 +102,30 @@ def _read_error(body: bytes) -> Error | None:
 
 
 def _in_known_words(error: Error) -> Error:
-    """Return a refusal of too long a prompt in Anthropic's words and llama-server's; others as they are.
+    """Return a refusal of too long a prompt in the words of Anthropic, OpenAI and llama-server.
 
-    OpenCode, pi and Hermes know llama-server's words; Claude Code, Kimi Code and qwen-code the others.
+    OpenCode, pi and Hermes know llama-server's words; Claude Code, Kimi Code, qwen-code and vibe
+    Anthropic's; codex OpenAI's code, Continue and crewAI that code in the message, aider OpenAI's words.
     """
     if error.get("type") != _TOO_LONG:
         return error
-    told = f"{error.get('n_prompt_tokens', 0)} tokens > {error.get('n_ctx', 0)} maximum"
-    return error | {"message": f"prompt is too long: {told} ({_TOO_LONG}: {error['message']})"}
+    n_ctx = error.get("n_ctx", 0)
+    anthropics = f"prompt is too long: {error.get('n_prompt_tokens', 0)} tokens > {n_ctx} maximum"
+    openais = f"{_OPENAIS_CODE}: this model's maximum context length is {n_ctx} tokens"
+    message = f"{anthropics} ({openais}; {_TOO_LONG}: {error['message']})"
+    return error | {"code": _OPENAIS_CODE, "message": message}
 
 
-def _event(path: str, error: Error) -> bytes:
+def _event(path: str, error: Error, status: int = 500) -> bytes:
     if is_anthropic(path):
-        return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error)) + b"\n\n"
+        return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error, status)) + b"\n\n"
     if generation_route("POST", path) is Route.RESPONSES:
-        told = {"type": "error", "code": error.get("type"), "message": error["message"]}
-        return b"event: error\ndata: " + msgspec.json.encode({**told, "param": None}) + b"\n\n"
+        kind, code = error.get("type"), error.get("code")
+        told = {"code": code if isinstance(code, str) else kind, "message": error["message"]}
+        # OpenAI's types have these fields in the event itself; its server, and codex, in `error`.
+        fields = {"type": "error", **told, "param": None, "sequence_number": 0}
+        fields["error"] = {"type": kind, **told, "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 

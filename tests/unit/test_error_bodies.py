@@ -83,10 +83,12 @@ TOO_LONG = {
     "n_prompt_tokens": 160011,
     "n_ctx": 65536,
 }
-BOTH_WORDS = (
-    "prompt is too long: 160011 tokens > 65536 maximum (exceed_context_size_error: request (160011 tokens) "
-    "exceeds the available context size (65536 tokens))"
+KNOWN_WORDS = (
+    "prompt is too long: 160011 tokens > 65536 maximum (context_length_exceeded: this model's maximum "
+    "context length is 65536 tokens; exceed_context_size_error: request (160011 tokens) exceeds the "
+    "available context size (65536 tokens))"
 )
+IN_KNOWN_WORDS = TOO_LONG | {"code": "context_length_exceeded", "message": KNOWN_WORDS}
 
 
 @pytest.mark.parametrize(
@@ -118,18 +120,18 @@ def test_llama_swaps_error_is_brought_into_anthropics_shape(error: object) -> No
     assert json.loads(anthropic_error(404, raw)) == {"type": "error", "error": told}
 
 
-def test_prompt_that_is_too_long_is_told_in_the_words_of_both() -> None:
+def test_prompt_that_is_too_long_is_told_in_the_words_of_all() -> None:
     told = json.loads(anthropic_error(400, json.dumps({"error": TOO_LONG}).encode()))["error"]
     assert told["type"] == "invalid_request_error"
-    assert told["message"] == BOTH_WORDS
+    assert told["message"] == KNOWN_WORDS
 
 
-def test_prompt_that_is_too_long_for_another_api_is_told_in_both_words_too() -> None:
-    """Kimi Code and qwen-code do not know llama-server's words, and stop."""
+def test_prompt_that_is_too_long_for_another_api_is_told_in_all_words_too() -> None:
+    """Kimi Code and qwen-code do not know llama-server's words, codex only a code."""
     edit = edit_of_answer(CHAT, 400, None)
     assert edit is not None
     told = json.loads(edit(json.dumps({"error": TOO_LONG}).encode()))["error"]
-    assert told == TOO_LONG | {"message": BOTH_WORDS}
+    assert told == IN_KNOWN_WORDS
     other = b'{"error": {"code": 400, "message": "it is so", "type": "invalid_request_error"}}'
     assert edit(other) == other
 
@@ -153,14 +155,18 @@ def test_error_event_of_a_messages_stream_is_brought_into_anthropics_shape() -> 
 
 def test_refusal_in_a_stream_has_the_shape_of_its_api() -> None:
     raw = json.dumps({"error": TOO_LONG}).encode()
-    refusal = {"error": TOO_LONG | {"message": BOTH_WORDS}}
+    refusal = {"error": IN_KNOWN_WORDS}
     assert error_event_of(CHAT, 400, raw) == b"data: " + compact(refusal) + b"\n\n"
     assert error_event_of("/completion", 400, raw) == error_event_of(CHAT, 400, raw)
     anthropic = b"event: error\ndata: " + anthropic_error(400, raw) + b"\n\n"
     assert error_event_of(MESSAGES, 400, raw) == anthropic
-    code = TOO_LONG["type"]
-    told = compact({"type": "error", "code": code, "message": BOTH_WORDS, "param": None})
-    assert error_event_of("/v1/responses", 400, raw) == b"event: error\ndata: " + told + b"\n\n"
+    told = {"code": "context_length_exceeded", "message": KNOWN_WORDS, "param": None}
+    nested = {"type": TOO_LONG["type"], **told}
+    event = {"type": "error", **told, "sequence_number": 0, "error": nested}
+    assert (
+        error_event_of("/v1/responses", 400, raw)
+        == b"event: error\ndata: " + compact(event) + b"\n\n"
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
