@@ -8,10 +8,10 @@ table in the docs.
 import re
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from msgspec.json import encode
+from msgspec.json import decode, encode
 
 from proxy.core.messages import (
     Route,
@@ -198,9 +198,9 @@ def keep_tool_order(draft: Draft) -> None:
 
     The order is that of the conversation. A new conversation takes the order in which its tenant's tools
     were first seen under any system prompt: the tools come before the system prompt, which changes with the
-    folder.
+    folder. So do the keys within a tool: Mistral Vibe orders its parameters anew each time that it starts.
     """
-    tools = {_name(tool): tool for tool in draft.tools}
+    tools = {_name(tool): _as_first_sent(draft, tool) for tool in draft.tools}
     if len(tools) != len(draft.tools):
         raise UnknownShape("tools has two of one name")
     if not tools:
@@ -213,6 +213,21 @@ def keep_tool_order(draft: Draft) -> None:
     draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
     for key, order in zip(keys, orders, strict=True):
         draft.lessons[key] = list(dict.fromkeys(order + names))[-_MAX_TOOLS:]
+
+
+def _as_first_sent(draft: Draft, tool: Json) -> Json:
+    """Return a tool with its keys in the order in which they first came."""
+    raw = encode(tool).decode()
+    key = _tool_key(raw, draft.facts.tenant)
+    first: str = draft.memory.get(key) or raw
+    draft.lessons[key] = first
+    return tool if first == raw else decode(first)
+
+
+@lru_cache(_MAX_TOOLS)
+def _tool_key(raw: str, tenant: str) -> str:
+    """Return a memory key, the same for any order of keys; cached, as each request repeats its tools."""
+    return model.key_of("tool", tenant, encode(decode(raw), order="deterministic").decode())
 
 
 def _name(tool: Json) -> str:

@@ -77,6 +77,22 @@ def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> No
     assert [order(body) for body in bodies] == ["abc", "acb"]
 
 
+def test_tool_whose_keys_come_in_another_order_is_sent_as_at_first() -> None:
+    """Mistral Vibe 2 orders the parameters of two of its tools anew in each process."""
+    described = {"content": {"type": "string"}, "id": {"type": "string"}}
+    definitions = [{"TodoItem": {"properties": described}}]
+    definitions.append({"TodoItem": {"properties": dict(reversed(described.items()))}})
+    sender, sent = Sender(Name.KEEP_TOOL_ORDER), []
+    for defined in (*definitions, {"TodoItem": {"properties": {"id": {"type": "string"}}}}):
+        function = {"name": "todo", "parameters": {"$defs": defined}}
+        body = {
+            "messages": [user("Fix it.")],
+            "tools": [{"type": "function", "function": function}],
+        }
+        sent.append(json.dumps(sender.send(body)["tools"]))
+    assert sent[1] == sent[0] and sent[2] == json.dumps(body["tools"])
+
+
 def test_order_is_not_forgotten_while_its_conversation_only_goes_on() -> None:
     memory, seen = Memory(max_bytes=4000), NOTHING_SEEN
     for n in range(20):
