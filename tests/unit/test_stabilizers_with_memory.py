@@ -78,7 +78,7 @@ def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> No
 
 
 def test_tool_whose_keys_come_in_another_order_is_sent_as_at_first() -> None:
-    """Mistral Vibe 2 orders the parameters of two of its tools anew in each process."""
+    """Mistral Vibe 3 orders the parameters of two of its tools anew in each process."""
     described = {"content": {"type": "string"}, "id": {"type": "string"}}
     definitions = [{"TodoItem": {"properties": described}}]
     definitions.append({"TodoItem": {"properties": dict(reversed(described.items()))}})
