@@ -157,7 +157,9 @@ class AnswerReader:
         for carrier in (event, event.get("message"), event.get("response")):
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
-        self._n_ends -= event.get("stop") is True
+        # A client may ask for native answers without it (response_fields): then the end of each has none.
+        is_native = self._route in (Route.COMPLETION, Route.PINNED) and "choices" not in event
+        self._n_ends -= event.get("stop", is_native) is True
         is_last = self._n_ends <= 0 or event.get("type") in _LAST_EVENTS
         # Messages streams have no object around an error. llama-server may have emptied the slot for it.
         if is_error := isinstance(event.get("error"), dict) or event.keys() >= {"code", "message"}:

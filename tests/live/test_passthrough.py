@@ -101,7 +101,10 @@ async def test_stream_is_relayed_while_llama_server_goes_on(rig: Rig) -> None:
         ("/completion", {"prompt": "def main():"}),
         ("/completion", {"prompt": [300, 301, 302, 303]}),
         ("/completion", {"prompt": [300, "and text", 301]}),
+        ("/completion", {"prompt": "def main():", "response_fields": ["content", "timings"]}),
+        ("/completion", {"prompt": "def main():", "response_fields": ["tokens_predicted"]}),
         ("/infill", {"input_prefix": "def f(", "input_suffix": "return"}),
+        ("/infill", {"input_prefix": "def f(", "input_suffix": "", "response_fields": ["content"]}),
         ("/v1/responses", {"input": "hello"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}]}),
     ],
@@ -119,9 +122,9 @@ async def test_generation_through_proxy_has_the_direct_answer(
 
 
 def text_of(answer: str) -> list[str]:
-    """Return the parts of an answer that are not ids, times or counts of what was reused."""
+    """Return the events and parts of an answer that are not ids, times or counts of what was reused."""
     words = ('"content":"', '"text":"', '"delta":"', '"reasoning_content":"', '"thinking":"')
-    pattern = "|".join(re.escape(word) + r'(?:[^"\\]|\\.)*"' for word in words)
+    pattern = "data:|" + "|".join(re.escape(word) + r'(?:[^"\\]|\\.)*"' for word in words)
     return re.findall(pattern, answer)
 
 
