@@ -23,7 +23,7 @@ from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import Answer, AnswerReader
-from proxy.llama.client import LlamaServer, error_message, reason_of
+from proxy.llama.client import LlamaServer, reason_of
 from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
@@ -123,6 +123,8 @@ class Warming:
                     await self._pool.serve(request, servers)
                 finally:
                     watch.cancel()
+                if (answer := request.answer) and answer.status != 200:
+                    raise NotWarmed(str(UpstreamRefused(answer.status, answer.complaint)))
             on_progress(prompt.n_tokens, prompt.n_tokens)
             if not was_kept:
                 await _save(servers, prompt)
@@ -192,10 +194,7 @@ def own_request(
 async def _send_for_nobody(
     path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
 ) -> Answer:
-    """Send a request that no client has made; raises NotWarmed if llama-server refuses it.
-
-    A Relay that has nobody to tell when llama-server starts.
-    """
+    """Send a request that no client has made: a Relay that has nobody to tell when llama-server starts."""
     headers = {"Content-Type": "application/json", **keys}
     try:
         post = upstream.session.post(upstream.url(path), data=raw, headers=headers)
@@ -207,11 +206,9 @@ async def _send_for_nobody(
         # A call is cut off because its llama-server was told to end.
         told, is_cut = reason_of(error), isinstance(error, TimeoutError)
         raise ServerAway(f"llama-server went away: {told}", has_ended=not is_cut) from error
-    if reply.status != 200:
-        raise NotWarmed(str(UpstreamRefused(reply.status, error_message(body))))
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
-    return Answer(reply.status, reader.facts()[0])
+    return Answer(reply.status, reader.facts()[0], complaint=reader.complaint())
 
 
 def _why_too_short(n_header: int, n_whole: int) -> str:

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from proxy.__main__ import main
 from proxy.core.eviction import Removal
-from tests.lab.conversation import agent_requests, system, tools
+from proxy.core.model import SlotId
+from tests.lab.conversation import agent_requests, answer, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
@@ -192,6 +193,26 @@ async def test_request_that_llama_server_refused_is_no_miss(start_rig: StartRig)
         assert "refused (status 400)  " in output and "llama-server refused the request" in output
         assert "error: Field 'max_tokens': " in output
         assert (await command("explain", "miss", "--admin", rig.admin_url))[0] == 1
+
+
+async def test_warming_that_llama_server_refuses_leaves_the_slot_as_it_was(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    refused = {"messages": [*MESSAGES[0], answer(0), user(1, 100)], "grammar": "("}
+    (tmp_path / "request.json").write_text(json.dumps(refused))
+    async with start_rig("hybrid", n_slots=1) as rig:
+        await rig.chat(MESSAGES[0])
+        await rig.settled()
+        process = rig.running.server.process
+        assert process is not None
+        held = process.slots[SlotId(0)].content
+        status, output = await command(
+            "warm", tmp_path / "request.json", "--whole", "--admin", rig.admin_url
+        )
+        assert status == 1 and "llama-server answered 400: Failed to init" in output
+        await rig.settled()
+        assert process.slots[SlotId(0)].content == held
+        assert rig.sample("requests_total", outcome="refused") == 1
 
 
 async def test_stats_tell_of_a_request_that_is_being_answered(start_rig: StartRig) -> None:
