@@ -156,10 +156,10 @@ class Cause(StrEnum):
     None needed. A faster disk makes restores worth more.
     """
     RESTORE_REFUSED = "restore refused"
-    """A checkpoint could not be restored: llama-server refused it, or its file was gone or damaged.
+    """A checkpoint was not restored: llama-server refused it, or its file was gone, damaged or not read.
 
     Look at /health and llama-server's log; nobody else may write into slot_save_path. If the log says that
-    states are damaged, look at the disk.
+    states are damaged or were not read, look at the disk.
     """
     RESTORE_NOT_REUSED = "restore not reused"
     """llama-server restored a checkpoint and evaluated its tokens again.

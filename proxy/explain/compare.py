@@ -182,7 +182,7 @@ def _cause_in_messages(pair: _Pair) -> Cause:
         return Cause.REASONING
     if message is not None and pair.is_by(is_reminder):
         if pair.is_same or is_alike_without_reminders(new.text, old.text, *new.span(message)):
-            return Cause.REMINDER
+            return Cause.DATE if pair.is_by(is_date) else Cause.REMINDER
     if message is None or message != pair.differing:
         return Cause.REASONING if pair.part is PromptPart.ASSISTANT else Cause.RENDERED_OTHERWISE
     if is_truncated(new.sketch, old.sketch, message):

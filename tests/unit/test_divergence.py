@@ -144,6 +144,9 @@ def test_first_message_of_another_conversation_is_first_sight() -> None:
     reminded = seen(LONG, user(REMINDER + "One."))
     assert change(seen(LONG, user("Sing.")), reminded, is_same=False)[0] is Cause.FIRST_SIGHT
     assert change(seen(LONG, user("One.")), reminded, is_same=False)[0] is Cause.REMINDER
+    on, other = (REMINDER.replace("only.", f"only, on 2026-11-2{day}.") for day in "78")
+    dated = seen(LONG, user(other + "One."))
+    assert change(seen(LONG, user(on + "One.")), dated, is_same=False)[0] is Cause.DATE
 
 
 def test_without_texts_the_message_is_told_but_not_what_is_in_it() -> None:
