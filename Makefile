@@ -115,7 +115,7 @@ $(CHROMIUM):
 
 models: $(MODELS)
 $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
-	rm -rf $(LAB)/models
+	rm -f $(filter-out $(SMOLLM2),$(wildcard $(LAB)/models/*.gguf))
 	$(BIN)/python -m tests.lab.models $(LAB)/models --size tiny
 	$(BIN)/python -m tests.lab.models $(LAB)/models --kind hybrid --size small
 	@touch $@
@@ -124,7 +124,7 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 SMOLLM2 := $(LAB)/models/smollm2-135m.gguf
 # What the tests need.
 TESTED := $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
-$(SMOLLM2): $(MODELS)
+$(SMOLLM2): | $(MODELS)
 	tests/lab/fetch_smollm2.sh $@ $(BIN)/python
 
 ifeq ($(MODEL),smollm2)
