@@ -15,7 +15,6 @@ from threading import Thread
 from typing import Any, NoReturn
 
 import structlog
-from aiohttp.http_exceptions import HttpProcessingError
 
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _NO_FACTS = ("event", "component", "level", "timestamp")
@@ -82,6 +81,8 @@ def configure_logging(level: str, log_format: str) -> AbstractContextManager[obj
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:
     """Return False for aiohttp's reports of heads that are no HTTP: such heads may hold secrets."""
+    from aiohttp.http_exceptions import HttpProcessingError  # commands log, too, and start sooner
+
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 

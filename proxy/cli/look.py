@@ -21,7 +21,6 @@ from rich.text import Text
 
 from proxy.cli import command
 from proxy.core.rates import seconds_in_words
-from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost, shortened
@@ -257,6 +256,10 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     only the model of --model, which is loaded if necessary: the host may unload another model for it.
     Exit status: 0 caching will work, 1 it will work with limits, 2 it will not work.
     """
+    from proxy.doctor.examination import (
+        examine,
+    )  # half a proxy: other commands start sooner without it
+
     settings = command.settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import uvloop
 
 from proxy import settings as configuration
-from proxy.app import Running, run_proxy
 from proxy.cli import command
 from proxy.core.launch import (
     Launch,
@@ -29,11 +27,13 @@ from proxy.core.launch import (
 )
 from proxy.core.rates import seconds_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
-from proxy.llama.connection import EventLoop
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run import process
 from proxy.settings import NAMES, SCHEMA, Settings, reachable, size_in_words, split_address
+
+if TYPE_CHECKING:
+    from proxy.app import Running
 
 _MOST_FILES = 10240
 """macOS allows no more (OPEN_MAX)."""
@@ -61,6 +61,11 @@ def _serve(
     settings: Settings, run_server: RunServer | None = None, launch: Launch | None = None
 ) -> str | None:
     """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
+    # All of the proxy: other commands start sooner without it.
+    import uvloop
+
+    from proxy.llama.connection import EventLoop
+
     allow_files()
     try:
         with configure_logging(settings.log_level, settings.log_format):
@@ -90,6 +95,8 @@ async def _serve_until_told(
     settings: Settings, run_server: RunServer | None, launch: Launch | None
 ) -> str | None:
     """Run the proxy as `_serve` says; raises as run_proxy does."""
+    from proxy.app import run_proxy
+
     is_told, log = told_to_stop(), get_logger("main")
     running: asyncio.Task[str] | None = None
     try:
@@ -152,7 +159,7 @@ def told_to_stop() -> asyncio.Event:
     return told
 
 
-def _listeners(settings: Settings, proxy: Running) -> str:
+def _listeners(settings: Settings, proxy: "Running") -> str:
     """Return the addresses of the proxy for clients and people, in words; the ports are those bound."""
     bound = (settings.listen, proxy.port), (settings.admin, proxy.admin_port)
     clients, page = (f"{reachable(a).rpartition(':')[0]}:{port}" for a, port in bound)

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import Rule, RuleKind
 from proxy.core.rates import seconds_in_words
-from proxy.health import Degradation
 from proxy.llama.files import SUPPORTED_VERSIONS, Section
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import is_private
 from proxy.store.known_models import Owner
+
+if TYPE_CHECKING:
+    from proxy.health import Degradation
 
 USUAL_TOKENS = 10_000
 
@@ -44,7 +46,7 @@ class LlamaServerFacts:
     n_slots: int = 0
     n_ctx: int = 0
     is_asleep: bool = False
-    degradations: tuple[Degradation, ...] = ()
+    degradations: "tuple[Degradation, ...]" = ()
     """The degradations of its attach, as /health would show them."""
     failures: list[str] = field(default_factory=list)
     """The probes that failed, and why."""

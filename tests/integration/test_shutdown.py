@@ -256,7 +256,7 @@ async def test_second_signal_counts_that_comes_with_the_first(
         finally:
             await asyncio.sleep(30.0)
 
-    monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
+    monkeypatch.setattr("proxy.app.run_proxy", run_proxy)
     settings = Settings(slot_save_path=str(tmp_path), listen=":0")
     with configure_logging("info", "console"):
         serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
@@ -291,6 +291,6 @@ async def test_llama_server_is_not_called_ready_behind_the_signal(
         is_stopping.set()
         await until(lambda: len(are_ready) == 2)
 
-    monkeypatch.setattr("proxy.cli.serve.run_proxy", run_proxy)
+    monkeypatch.setattr("proxy.app.run_proxy", run_proxy)
     await _serve_until_told(Settings(slot_save_path=str(tmp_path)), run_server, None)
     assert are_ready == [True, False]

@@ -514,3 +514,9 @@ def test_proxy_may_open_as_many_files_as_its_user() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "4096 4096\n"
+
+
+def test_commands_start_without_what_only_the_proxy_needs() -> None:
+    heavy = "aiohttp", "uvloop", "prometheus_client", "obstore"
+    code = f"import sys, proxy.__main__; print(*sys.modules.keys() & {{*{heavy}}})"
+    assert subprocess.check_output([sys.executable, "-c", code]) == b"\n"

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from proxy import app
+from proxy.app import Running, run_proxy
 from proxy.cli import serve as command
 from proxy.settings import Settings
 from tests.lab.older_builds import (
@@ -21,7 +23,6 @@ from tests.lab.older_builds import (
     rewriting,
     strip_context_checkpoints,
 )
-from tests.lab.running import Running, run_proxy
 
 
 def main(folder: str, *options: str) -> None:
@@ -36,9 +37,9 @@ def main(folder: str, *options: str) -> None:
             async with run_proxy(settings, **more) as running:
                 yield running
         file = Path(folder) / f"{os.getpid()}.metrics"
-        file.write_bytes(running.metrics.exposition())
+        file.write_bytes(running.shared.metrics.exposition())
 
-    setattr(command, "run_proxy", run_measured)  # noqa: B010 - mypy forbids the plain assignment
+    setattr(app, "run_proxy", run_measured)  # noqa: B010 - mypy forbids the plain assignment
     command.serve(list(options))
 
 
