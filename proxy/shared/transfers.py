@@ -292,11 +292,16 @@ class Uploads:
         self._uploaded = self._uploaded.after(n_bytes, claim, time.time())
 
     async def _upload(self, checkpoint: Checkpoint) -> None:
-        """Put a state there, then its record; raises CacheFault."""
+        """Put a state there, then its record, unless it is there from before; raises CacheFault."""
         remote, namespace = self._remote, checkpoint.namespace
         owner, tokens = remote.owner(namespace), self._store.index.tokens(checkpoint.id)
         if owner is None or tokens is None:
             return self._pending.discard(checkpoint.id)
+        there = (found.checkpoint for found in remote.find(namespace, tokens))
+        if same := next((c for c in there if c.content == checkpoint.content), None):
+            # As where shared_store is again what it was.
+            change = self._store.change(checkpoint.id, shared_id=same.shared_id)
+            return await self._store.update(change)
         shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
         folder = remote.folder_of(owner)
         name = objects.name_of(folder, shared_id, STATE)

@@ -949,6 +949,29 @@ async def test_states_go_to_another_shared_store_or_under_another_key_once(
     assert len([each for each in objects_in(tmp_path / "shared") if each.suffix == ".state"]) == 2
 
 
+async def test_states_that_are_there_from_before_do_not_go_up_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, other = run_of(3000), tmp_path / "other"
+    other.mkdir()
+    async with start("a") as a:
+        saved = await a.save(tokens)
+    async with start("a", f"file://{other}") as a:
+        await a.tier.uploads.drain(SECOND)
+        assert a.sample("shared_states_total", direction="up") == 1
+    with monkeypatch.context() as held:
+        held.setattr(transfers.Uploads, "_next", lambda *_: None)
+        async with start("a") as a:
+            assert await a.find(tokens, is_full=True)
+            held.undo()
+            await a.tier.uploads.drain(SECOND)
+            assert a.sample("shared_bytes_total", direction="up") == 0
+            [back] = a.store
+            assert back.shared_id == saved.shared_id
+            assert await a.store.remove(back, Removal.OPERATOR)
+            await until(lambda: not objects_in(tmp_path / "shared"))
+
+
 async def test_state_in_a_directory_that_is_unmounted_is_not_gone(
     start: Start, tmp_path: Path
 ) -> None:
