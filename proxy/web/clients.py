@@ -32,6 +32,7 @@ IDLE_SECONDS = 75.0
 """How long the proxy keeps a connection without a whole request head; llama-server keeps one for 5 s."""
 BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
+_CUT = "the proxy stopped before the request body was whole"
 _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
@@ -101,6 +102,8 @@ class Front:
                     await exchange.send(upstream, content, headers=headers)
                     return
                 except ServerAway as away:
+                    if incoming.content.exception() is not None:
+                        raise ProxyStopped(_CUT) from away
                     if away.was_sent or upstream is upstreams[-1]:
                         raise
 
@@ -157,7 +160,7 @@ class Front:
             if (task := asyncio.current_task()) and task.cancelling():
                 raise
             # aiohttp ends the bodies that are still coming before it ends their requests.
-            raise ProxyStopped("the proxy stopped before the request body was whole") from None
+            raise ProxyStopped(_CUT) from None
         finally:
             self.n_coming_bytes -= len(body)
         return requests.with_alias(bytes(body), self.aliases) if self.aliases else bytes(body)

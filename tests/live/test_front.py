@@ -114,6 +114,19 @@ async def test_requests_that_are_not_read_yet_keep_nobody_out(rig: Rig) -> None:
         await connection.close()
 
 
+async def test_upload_that_still_comes_at_shutdown_is_told_that_the_proxy_stops(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid", n_ctx=4096, drain_seconds=0.2) as rig:
+        n_before = len(asyncio.all_tasks())
+        connection = await RawConnection.open(rig.base_url)
+        connection.send(post(b"/tokenize", chat())[:-1])
+        await until(lambda: len(asyncio.all_tasks()) >= n_before + 2)
+        await rig.stop_proxy()
+        assert await connection.status() == 503
+        await connection.close()
+
+
 async def test_body_that_does_not_come_is_not_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
