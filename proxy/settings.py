@@ -409,7 +409,8 @@ def default_directory() -> Path:
 def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
     """Return the settings with their defaults; raises SettingsError if a needed directory is missing."""
     if "slot_save_path" not in merged:
-        raise SettingsError("slot_save_path is missing: give llama-server's, or start it by `run`")
+        given = "give the directory that llama-server has as --slot-save-path"
+        raise SettingsError(f"slot_save_path is missing: {given}, or start llama-server by `run`")
     settings = _convert(merged, "settings", strict=False)
     if settings.listen == settings.admin and split_address(settings.listen)[1]:
         raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")

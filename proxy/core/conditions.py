@@ -131,7 +131,7 @@ class DegradationKind(StrEnum):
     Start llama-server with --metrics.
     """
     NO_SLOT_SAVE_PATH = "no slot save path"
-    """llama-server was started without --slot-save-path.
+    """llama-server was started without --slot-save-path: nothing can be saved or restored.
 
     Start it with --slot-save-path, the directory that the proxy has as slot_save_path.
     """

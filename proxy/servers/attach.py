@@ -115,7 +115,7 @@ async def attach(
         # If no save has shown whether idle slots are cleared, a trial does, once per process.
         if process.clears_idle_slots is None:
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
-            process.note_clearing(clears=clears)
+            process.clears_idle_slots = clears  # no condition: nothing is saved, and nothing waits
     return process
 
 

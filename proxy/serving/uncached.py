@@ -120,7 +120,8 @@ class UncachedRequest:
         answer = await process.launches.send(self._turn, request, raw, on_start)
         if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
             process.unsupported_paths.add(request.path)
-        process.report.not_looked_up(request, request.why or "nothing is cached")
+        obstacle = process.obstacle.kind.value if process.obstacle else "nothing is cached"
+        process.report.not_looked_up(request, request.why or obstacle)
         return answer
 
     async def _clear_way(self, lease: Lease[None]) -> bool:
