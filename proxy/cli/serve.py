@@ -188,11 +188,10 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
     llama-prefix-cache run -- llama-server -hf USER/MODEL -c 65536
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
-    COMMAND gets the flags that it lacks: --slot-save-path, a free --port, -np 1, --cache-ram 0,
-    --no-radix-cache, --ctx-checkpoints 8 and --metrics, for a model that may have a sliding window -b as
-    small as -ub, and for a recurrent model with -np N on a CPU with AMX --no-repack, as far as the build
-    knows them. Your own flags are kept. If a flag of yours makes caching impossible, `run` names the flag
-    and starts nothing.
+    `run` adds the flags that COMMAND lacks and its build knows: --slot-save-path, a free --port, -np 1,
+    --cache-ram 0, --no-radix-cache, --ctx-checkpoints 8 and --metrics. A model that may have a sliding
+    window gets -b as small as -ub. A recurrent model with -np N on a CPU with AMX gets --no-repack. Your
+    own flags are kept. If one of them makes caching impossible, `run` names that flag and starts nothing.
 
     States are kept in --slot-save-path, llama-server's or this command's; without either, in
     ~/.cache/llama-prefix-cache.
