@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
-from itertools import takewhile
 from typing import NamedTuple, NewType, TypeAlias
 
 import msgspec
@@ -276,7 +275,7 @@ class Outcome(StrEnum):
 
 
 # Only `usable_tokens` applies the learned rule; its caller has compared the first n_common tokens, one by
-# one. `derive` and `after_save` learn the rule from the first files, `judge` from a self-test.
+# one. `derive` and `after_save` learn the rule from files.
 
 
 def usable_tokens(
@@ -314,11 +313,11 @@ FULL_WINDOW_TOKENS = 2200
 def derive(
     *, has_points: bool, has_every_position: bool, holds_at_end: bool, rewinds: bool
 ) -> Rule:
-    """Return the rule of a model whose first saved state is shorter than a sliding window.
+    """Return the rule that a saved state shows; one without every position may fill a sliding window.
 
-    The file tells whether the state has context checkpoints and every position. Only a state without
-    context checkpoints needs to be restored, to see whether it *holds_at_end* (a request can continue it at
-    its end) and, with every position, *rewinds* (a request can continue it before its end). The cases:
+    The file tells whether the state has context checkpoints and every position. It is restored to see
+    whether it *holds_at_end* (a request can continue it at its end) and *rewinds* (a request can continue
+    it before its end). The cases:
 
     1. The file has context checkpoints: *restore points*. With every position it is a sliding window.
     2. The file lacks positions, or is not understood: *end only*; *nothing* if it does not hold at its end,
@@ -345,66 +344,6 @@ def after_save(rule: Rule, *, has_every_position: bool, window_tokens: int = 0) 
     if 0 < window_tokens < rule.end_holds_from:
         return replace(rule, end_holds_from=window_tokens + 1)
     return rule
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreProbe:
-    """A state of `n_tokens`, the contents of its file, and the requests that it was restored for.
-
-    `trials` has for each request how many tokens it shares with the state, how many of these it could
-    reuse (a prompt's last token is always evaluated), and how many it reused.
-    """
-
-    n_tokens: int
-    has_every_position: bool
-    restore_points: tuple[int, ...]
-    trials: tuple[tuple[int, int, int], ...]
-
-    @property
-    def holds_at_end(self) -> bool:
-        """Whether every request that could continue the state at its end did so."""
-        return all(n == self.n_tokens for _, n_most, n in self.trials if n_most == self.n_tokens)
-
-    @property
-    def holds_anywhere(self) -> bool:
-        return self.has_every_position and all(n == n_most for _, n_most, n in self.trials)
-
-    @property
-    def holds_at_points(self) -> bool:
-        """Whether every request continued at the end or at a context checkpoint in the file."""
-        has_points = highest_point(self.restore_points, self.n_tokens) > 0
-        return (self.holds_at_end or has_points) and all(
-            n >= highest_point(self.restore_points, n_most) for _, n_most, n in self.trials
-        )
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether a request that shares only a part of the state was continued at a context checkpoint."""
-        return self.holds_at_points and any(
-            n_common < self.n_tokens and highest_point(self.restore_points, n_most) > 0
-            for n_common, n_most, _ in self.trials
-        )
-
-
-def judge(probes: Sequence[RestoreProbe]) -> Rule:
-    """Return the rule that fits the *probes*, which are ascending by length.
-
-    1. Every probe could be continued anywhere: *any prefix*.
-    2. The longest one could not be continued at its end: *nothing*.
-    3. All could be continued at context checkpoints, and one of them before its end: *restore points*.
-    4. Otherwise: *end only*. In cases 3 and 4 only the longest probes may hold at their ends.
-    """
-    if not probes:
-        return NO_RULE
-    if all(probe.holds_anywhere for probe in probes):
-        return Rule(RuleKind.ANY_PREFIX)
-    n_at_end = len(list(takewhile(lambda probe: probe.holds_at_end, reversed(probes))))
-    if not n_at_end:
-        return NO_RULE
-    end_holds_from = probes[-n_at_end].n_tokens if n_at_end < len(probes) else 0
-    rewinds = any(probe.rewinds for probe in probes)
-    is_by_points = rewinds and all(probe.holds_at_points for probe in probes)
-    return Rule(RuleKind.RESTORE_POINTS if is_by_points else RuleKind.END_ONLY, end_holds_from)
 
 
 # Which known namespace a model belongs to, by the model's predictions (its canary). Weights that were

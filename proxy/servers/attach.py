@@ -19,12 +19,12 @@ import xxhash
 from proxy.core import model
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
-from proxy.core.model import NO_RULE, CheckpointKind, RestoreProbe, Rule, SlotId
+from proxy.core.model import NO_RULE, CheckpointKind, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, TAINTED, Empty, Origin, SlotTable, Unknown
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama import files as state_files
@@ -310,21 +310,31 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
         process.note_clearing(clears=has_emptied)
 
 
-async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
-    """Return the rule that the probe shows; where its file is not enough, the probe is restored."""
-    state, holds_at_end, rewinds = saved.state, False, False
-    tokens, can_be_cut = state.tokens, state.has_every_position
+async def _derive(
+    process: Process, slot_id: SlotId, saved: SavedSlot, *, trusts_points: bool = True
+) -> Rule:
+    """Return the rule that a saved state shows; where its file is not enough, it is restored.
+
+    Its context checkpoints are tried out only without *trusts_points*.
+    """
+    state, holds_at_end, n_most, rewinds = saved.state, False, 0, False
+    tokens, can_be_cut, points = state.tokens, state.has_every_position, state.restore_points
     process.slots.set_content(slot_id, TAINTED)
-    if not state.restore_points:
+    if not (points and trusts_points):
         # A state that lacks positions cannot give its last token back: the prompt is one token longer.
         longer = tokens if can_be_cut else tokens + tokens[:1]
         holds_at_end = await _reused(process, slot_id, saved, longer) == len(longer) - 1
-        if holds_at_end and can_be_cut:
-            branching = tokens[: len(tokens) // 2 + 1] + tokens[:1]
-            rewinds = await _reused(process, slot_id, saved, branching) == len(branching) - 1
+        n_common = len(tokens) - BACK_TOKENS
+        can_rewind = holds_at_end and can_be_cut
+        n_most = model.highest_point(points, n_common) if points else n_common * can_rewind
+        if n_most:
+            branching = tokens[:n_common] + tokens[:1]
+            rewinds = n_most <= await _reused(process, slot_id, saved, branching) <= n_common
+    # A longer state fills most windows: if that is not continued at its end, none is.
+    may_be_window = holds_at_end or len(tokens) < model.FULL_WINDOW_TOKENS
     rule = model.derive(
-        has_points=bool(state.restore_points),
-        has_every_position=can_be_cut,
+        has_points=bool(points) and (rewinds or not n_most),
+        has_every_position=can_be_cut and may_be_window,
         holds_at_end=holds_at_end,
         rewinds=rewinds,
     )
@@ -366,62 +376,37 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
 
 # The self-test: it measures how much of a restored state this server reuses.
 #
-# It runs when requests contradict the rule that the first files showed, and in `doctor`. One state grows
-# through three lengths, because a probe that is shorter than a sliding window shows the wrong rule. At each
-# length the state is saved, and then restored for prompts that continue it, repeat it, end before it or
-# diverge from it.
+# It runs when requests contradict the rule that the first files showed, and in `doctor`. A state that fills
+# most sliding windows shows where it can be continued. A shorter one shows whether that holds for short
+# states, too.
 
 
-SHORT_TOKENS = 64
-PROBE_LENGTHS = (SHORT_TOKENS, model.FULL_WINDOW_TOKENS, 2 * model.FULL_WINDOW_TOKENS)
-_MORE_TOKENS = 8
+PROBE_LENGTHS = (64, 2 * model.FULL_WINDOW_TOKENS)
 BACK_TOKENS = 20
+"""So many tokens before the end of a state a prompt leaves it, to see whether it can be continued there."""
 
 
 async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
-    """Return the rule, and leave the longest state in the slot; raises CacheFault.
+    """Return the rule, and leave something in the slot; raises CacheFault.
 
     The slot is leased and empty; the holder of the lease erases it afterwards. Nothing can be restored
-    where llama-server refuses the shortest state; a longer state may just have no room at that time.
+    where llama-server refuses the short state; the long one may just have no room at that time.
     """
     n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
-    n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
-    text = token_ids((i * 7919 + 1237) % n_ids for i in range(n_longest))
+    text = token_ids((i * 7919 + 1237) % n_ids for i in range(PROBE_LENGTHS[-1]))
     process.saver.repairs_windows = True
-    probes: list[RestoreProbe] = []
-    for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < process.n_ctx):
+    rules: list[Rule] = []
+    for n_tokens in (n for n in PROBE_LENGTHS if n + 1 < process.n_ctx):
         try:
-            probes.append(await _probe(process, slot_id, text, n_tokens))
+            await process.upstream.erase(slot_id)
+            process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))
+            async with process.saver.probe(slot_id, n_tokens) as saved:
+                rules.append(await _derive(process, slot_id, saved, trusts_points=False))
         except UpstreamRefused as refusal:
-            if probes or refusal.status != 400:
+            if rules or refusal.status != 400:
                 raise
             return NO_RULE
-    return model.judge(probes)
-
-
-async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
-    trials: list[tuple[int, int, int]] = []
-    process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))
-    async with process.saver.probe(slot_id, n_tokens) as saved:
-        for prompt in _requests(text, n_tokens, saved.state):
-            n_reused = await _reused(process, slot_id, saved, prompt)
-            n_common = common_prefix_length(text[:n_tokens], prompt)
-            trials.append((n_common, min(n_common, len(prompt) - 1), n_reused))
-    state = saved.state
-    return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
-
-
-def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]:
-    """Return the prompts to restore a state for; the next length goes on from the last prompt."""
-    n_common = n_tokens - BACK_TOKENS
-    requests = []
-    # Only at the short length: if nothing is reused, the whole prompt is evaluated.
-    if n_tokens == SHORT_TOKENS:
-        requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
-    can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
-    if n_tokens <= model.FULL_WINDOW_TOKENS and can_reuse:
-        requests.append(text[:n_common] + text[-BACK_TOKENS:])
-    return [*requests, text[: n_tokens + _MORE_TOKENS]]
+    return replace(rules[-1], end_holds_from=rules[0].end_holds_from) if rules else NO_RULE
 
 
 async def measure_rule(process: Process, slot_id: SlotId) -> None:
