@@ -287,19 +287,15 @@ class StoreDirectory:
 
     # Comparing index and files, and making the index anew.
 
-    def sweep(self) -> tuple[int, int, list[str]]:
+    def sweep(self) -> tuple[int, int]:
         """Remove entries without a file, and files without an entry; return how many of each.
-
-        Also returns the names of links and directories that are named like files of the store.
 
         Only names are compared: the content and size of a file are verified before its use.
         """
         states, beside = set[CheckpointId](), set[CheckpointId]()
-        n_files, ignored = 0, list[str]()
-        for name, is_file in [*self.files.entries()]:  # some of them are removed
-            if not is_file:
-                ignored.append(name)
-            elif name.endswith(".state"):
+        n_files = 0
+        for name in [*self.files.names()]:  # some of them are removed
+            if name.endswith(".state"):
                 states.add(id_of(name))
             elif name.endswith(".meta"):
                 beside.add(id_of(name))
@@ -316,7 +312,7 @@ class StoreDirectory:
         for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
             self.files.remove(name)
             n_files += 1
-        return len(broken), n_files, ignored
+        return len(broken), n_files
 
     def _records(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
         return (record for i in ids if (record := self.index.record(i)) is not None)

@@ -64,15 +64,11 @@ class StateFiles:
         return self.directory / name
 
     def names(self) -> Iterator[str]:
-        """Yield the name of every file of ours in the directory, temporary ones included."""
-        return (name for name, is_file in self.entries() if is_file)
-
-    def entries(self) -> Iterator[tuple[str, bool]]:
-        """Yield every name of ours, and whether it names a regular file; links are not followed."""
+        """Yield the name of every file of ours in the directory, temporary ones included; no links."""
         with os.scandir(self.directory) as entries:
             for entry in entries:
-                if _OURS.fullmatch(entry.name):
-                    yield entry.name, entry.is_file(follow_symlinks=False)
+                if _OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    yield entry.name
 
     def free_bytes(self) -> int:
         """Return how many bytes are free for files of this process's user; raises OSError."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId, Quarantine, is_of_other_secret
+from proxy.core.model import Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
@@ -24,7 +24,6 @@ from proxy.store.catalogue import WRITTEN, Budget, Catalogue
 from proxy.store.directory import READ_ONLY, StoreDirectory
 from proxy.store.files import FileStamp, Look, Verification, temporary_name_of
 from proxy.store.index import Newer
-from proxy.store.known_models import owners
 
 T = TypeVar("T")
 N_NEWEST = 100
@@ -72,7 +71,7 @@ class CheckpointStore(Catalogue):
         # LMDB allows one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _make_fit(self, n_entries: int, n_files: int, ignored: list[str]) -> dict[str, object]:
+    def _make_fit(self, n_entries: int, n_files: int) -> dict[str, object]:
         """Bring the store within its budget; return the numbers of checkpoints found and removed."""
         n_over = 0 if self.files.is_readonly else self.size_bytes - self.writes.max_bytes
         victims = self.victims(n_over, Present(time.time()))
@@ -91,11 +90,6 @@ class CheckpointStore(Catalogue):
         rebuild = self._directory.rebuild
         if rebuild and (rebuild.n_entered or rebuild.lost):
             report["index_made_anew"] = rebuild.words
-        if ignored:
-            report["no_regular_files"] = sorted(ignored)
-        tenants = {owner.tenant for _, owner in owners(self.index)}
-        if strange := [t for t in tenants if is_of_other_secret(self.secret, t)]:
-            report["api_keys_of_another_secret"] = len(strange)
         return report
 
     def close(self) -> None:

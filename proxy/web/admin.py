@@ -354,7 +354,7 @@ def _checkpoint_id(request: web.Request) -> CheckpointId:
 async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoint]:
     """Yield checkpoints, and let the event loop serve requests in between.
 
-    Reading a record takes about 10 µs, and finding its value up to a millisecond.
+    Finding the value of one takes up to a millisecond.
     """
     slice_ends_at = time.perf_counter() + _SLICE_SECONDS
     for checkpoint in checkpoints:
