@@ -54,9 +54,10 @@ _CHECKED = 64
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """A prompt as text and as tokens, its body in the chat form, the client's keys and the tenant's namespace.
+    """A prompt as text and as tokens, and its body in the chat form.
 
-    `digests` are those of its Conversation, which begins with `n_system` system messages.
+    `headers` are the client's keys, `namespace` is the tenant's. `digests` are those of its Conversation,
+    which begins with `n_system` system messages.
     """
 
     text: str
