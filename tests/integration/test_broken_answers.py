@@ -22,7 +22,7 @@ from multidict import CIMultiDict
 from proxy.errors import ProxyError
 from proxy.explain.report import Journal, Report
 from proxy.llama.client import LlamaServer, Target
-from proxy.llama.connection import CannotConnect, EventLoop, new_session
+from proxy.llama.connection import CannotConnect, EventLoop, ReplyHandler, new_session
 from proxy.metrics import Metrics
 from proxy.web import writer
 from proxy.web.relay import Exchange
@@ -165,6 +165,30 @@ async def test_stream_is_whole_with_its_last_event(ask: Ask, upstream: Upstream,
     upstream.parts, upstream.end = [EVENTS + CHUNKED, chunk(TOKEN), chunk(DONE)], end
     async with ask() as answer:
         assert await answer.read() == TOKEN + DONE
+
+
+@pytest.mark.parametrize("last", [TOKEN, DONE], ids=["broken", "whole"])
+async def test_what_came_before_a_connection_ended_reaches_the_client(
+    ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, last: bytes
+) -> None:
+    """The connection ends before the proxy reads the answer."""
+    begin, end, has_ended = Exchange._begin, ReplyHandler.connection_lost, asyncio.Event()
+
+    async def begin_late(exchange: Exchange, *edited: Any) -> web.StreamResponse:
+        await has_ended.wait()
+        return await begin(exchange, *edited)
+
+    def told(connection: ReplyHandler, error: BaseException | None) -> None:
+        end(connection, error)
+        has_ended.set()
+
+    monkeypatch.setattr(Exchange, "_begin", begin_late)
+    monkeypatch.setattr(ReplyHandler, "connection_lost", told)
+    upstream.parts, upstream.end = [EVENTS + CHUNKED, chunk(TOKEN), chunk(last)], "close"
+    async with ask() as answer:
+        body = await answer.read()
+    assert body.startswith(TOKEN + last)
+    assert (b'data: {"error"' in body) == (last == TOKEN)
 
 
 async def test_stream_that_ends_in_an_error_of_its_own_is_whole(
