@@ -461,7 +461,8 @@ class FakeLlamaServer:
                     break
                 if self.faults.dies_at.get("event"):
                     await response.write(event[: len(event) // 2])
-                    await asyncio.sleep(_LOOK_SECONDS)  # the proxy passes it on
+                    if gate := self._gates.get("event"):
+                        await gate.arrive()
                     self._dies("event")
                     return _cut(request)
                 await response.write(event)

@@ -146,7 +146,7 @@ class Rig:
             **{
                 "admin": "127.0.0.1:0",
                 "idle_save_seconds": 0.04,
-                "drain_seconds": 10.0,
+                "drain_seconds": 60.0,
                 "ahead_seconds": 0,
                 **self.options,
             },

@@ -97,7 +97,7 @@ async def test_client_that_leaves_frees_its_place(
         assert (refused.status, refused.headers["Retry-After"]) == (503, "2")
         assert "being served already" in refused.content["error"]["message"]
         await hang_up(leaving)
-        await waiting(rig, 1)
+        await until(lambda: len(rig.running.shared.journal.in_flight) == 1)
         fourth = ask(rig, "fourth")
         await waiting(rig, 2)
         await rig.server.restart()
@@ -134,9 +134,11 @@ async def test_loading_counts_anew_for_each_request(start_rig: StartRig) -> None
         rig.server.faults.is_loading = True
         await rig.server.restart()
         assert (await ask(rig, "a")).status == 503
+        server = rig.running.server
+        server._patience_seconds = HANG_SECONDS
         later = ask(rig, "b")
         await waiting(rig, 1)
-        rig.running.server._patience_seconds = HANG_SECONDS
+        assert server._unreachable_since is None, "else all waits would be counted from then"
         rig.server.faults.is_loading = False
         assert (await later).status == 200
 
@@ -193,18 +195,24 @@ async def test_what_a_closing_server_will_not_answer_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told to end, llama-server waits for clients whose requests it has dropped."""
-    monkeypatch.setattr(lifecycle, "CUT_SECONDS", 1.0)
+    monkeypatch.setattr(lifecycle, "CUT_SECONDS", HANG_SECONDS)
     async with start_rig(n_slots=3) as rig:
+        server = rig.running.server
         gate = rig.server.hold("generate", n_calls=1)
         whole = ask(rig, "a")
         await gate.reached()
         rig.server.faults.chunk_seconds = 60.0
         silent = asyncio.ensure_future(rig.post(CHAT, stream_of("b")))
-        await until(lambda: rig.server.n_chunks_sent)
+        in_flight = rig.running.shared.journal.in_flight.values()
+        await until(lambda: [r.answering.is_set() for r in in_flight] == [False, True])
+        for exchange in server.upstream._waiting:
+            exchange.heard_at -= 2 * HANG_SECONDS
         rig.server.faults.chunk_seconds = 0.05
         talking = asyncio.ensure_future(rig.post(CHAT, stream_of("c", 20)))
         await until(lambda: len(rig.requests_seen()) == 3)
         await rig.server.shut_down()
+        await until(lambda: server._unreachable_since is not None)
+        server._unreachable_since = time.monotonic() - 2 * HANG_SECONDS
         assert (await whole).status == 502
         assert b"went away in mid-answer" in (await silent).body
         assert (await talking).body.endswith(b"data: [DONE]\n\n")

@@ -18,11 +18,12 @@ from proxy.llama.files import read_state_file
 from proxy.serving import planning, saver
 from proxy.serving.process import Process
 from proxy.store.files import StateFiles
-from proxy.store.store import CheckpointStore
+from proxy.store.store import N_NEWEST, CheckpointStore
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, text
+from tests.lab.steady import measure_an_idle_machine
 from tests.lab.waiting import HANG_SECONDS, until
 
 FIRST = SlotId(0)
@@ -127,7 +128,8 @@ async def test_sizes_of_stored_states_are_read_only_as_long_as_few_were_saved(
         monkeypatch.setattr(CheckpointStore, "newest", noted)
         await rig.chat("a")
         await rig.settled()
-        assert set(asked) == {0} and sizes[-1].n_tokens > 300
+        # The time that a state needs to be read is measured once, with some of the newest.
+        assert set(asked) - {N_NEWEST} == {0} and sizes[-1].n_tokens > 300
 
 
 async def test_conversation_goes_on_in_its_slot_while_its_state_is_committed(
@@ -346,6 +348,7 @@ async def lose_points_that_a_file_has(rig: Rig) -> tuple[Process, tuple[str, int
 async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_no_room_for(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measure_an_idle_machine(monkeypatch)
     settle, more = CheckpointStore.settle, list[int]()
 
     async def settle_if_no_larger(store: CheckpointStore, name: str, n_bytes: int) -> None:
@@ -365,6 +368,7 @@ async def test_state_is_kept_without_the_points_of_an_older_file_that_there_is_n
 async def test_state_is_kept_without_the_points_of_an_older_file_that_the_disk_does_not_bring(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measure_an_idle_machine(monkeypatch)
     monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
     back = threading.Event()
     async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:

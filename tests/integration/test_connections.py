@@ -123,11 +123,14 @@ async def test_post_without_a_body_tells_its_length_once(peer: Peer) -> None:
             assert answer.status == 200
 
 
-async def test_nothing_was_sent_where_nobody_listens(unused_tcp_port: int) -> None:
+async def test_nothing_was_sent_where_nobody_listens() -> None:
     async with new_session() as session:
-        upstream = LlamaServer(session, Target(f"http://127.0.0.1:{unused_tcp_port}"), None)
-        with pytest.raises(CannotConnect, match=f"cannot connect to 127.0.0.1:{unused_tcp_port}"):
-            await upstream.forward("POST", "/", CIMultiDict(), b"{}")
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))  # nobody else can have this port now
+            port = silent.getsockname()[1]
+            upstream = LlamaServer(session, Target(f"http://127.0.0.1:{port}"), None)
+            with pytest.raises(CannotConnect, match=f"cannot connect to 127.0.0.1:{port}"):
+                await upstream.forward("POST", "/", CIMultiDict(), b"{}")
 
 
 async def test_call_says_that_llama_server_has_no_tls(peer: Peer) -> None:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from proxy.web.writer import COMMENT
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 KEEP_SECONDS = 0.05
 BODIES: dict[str, dict[str, Any]] = {
@@ -174,10 +174,11 @@ async def test_llama_server_that_goes_away_after_comments_is_told_in_an_event(
 async def test_llama_server_that_stays_away_is_told_in_an_event(
     start_rig: StartRig, path: str
 ) -> None:
-    async with start_rig(n_slots=1, upstream_wait_seconds=0.4) as rig:
+    async with start_rig(n_slots=1, upstream_wait_seconds=HANG_SECONDS) as rig:
         await rig.server.crash()
         async with waiting(rig, path) as client:
             await client.comments(1)
+            rig.running.server.give_up()
             name, data = await client.error()
         assert "llama-server cannot be reached" in data.get("error", data)["message"]
         is_named = path in ("/v1/messages", "/v1/responses")

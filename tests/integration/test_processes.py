@@ -126,7 +126,6 @@ async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) 
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["llama-server unreachable"]
         await rig.server.restart()
-        assert (await rig.chat("a")).status == 200
         await rig.attached()
         assert (await rig.chat("a")).n_reused == 308
 
@@ -284,7 +283,7 @@ async def test_attachment_that_failed_is_tried_again(
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
     async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
         assert (await rig.health())["state"] == "forwarding"
-        assert not any(slot.tokens for slot in rig.server.slots)
+        await until(lambda: not any(slot.tokens for slot in rig.server.slots))
         rig.server.faults.refuse.clear()
         await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.health())["state"] == "caching"

@@ -105,7 +105,7 @@ async def test_full_house_is_answered_with_retry_after(
         assert third.content["error"]["type"] == kind
         assert rig.sample("unanswered_requests_total", reason="queue full") == 1
         await hang_up(second)
-        await rig.waiting(0)
+        await until(lambda: len(rig.running.shared.journal.in_flight) == 1)
         fourth = rig.begin_chat("fourth")
         await rig.waiting(1)
         gate.open()

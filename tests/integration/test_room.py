@@ -154,11 +154,11 @@ async def test_directory_that_hangs_is_told_and_keeps_no_request_waiting(
         back.wait(HANG_SECONDS)
         return 1 << 40
 
-    monkeypatch.setattr(stores, "_ANSWER_SECONDS", 0.2)
     async with start_rig(n_slots=1, idle_save_seconds=1.0) as rig:
         try:
             with monkeypatch.context() as hung:
                 hung.setattr(StateFiles, "free_bytes", hang)
+                hung.setattr(stores, "_ANSWER_SECONDS", 0.2)
                 await rig.chat("a")
                 await rig.chat("b")
                 await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)

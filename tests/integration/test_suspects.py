@@ -114,10 +114,14 @@ async def test_stream_whose_server_dies_within_the_first_event_is_not_tried_agai
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         rig.server.faults.dies_at["event"] = 1
+        gate = rig.server.hold("event")
         n_before = len(rig.requests_seen())
-        reply = await rig.post(CHAT, {"messages": question("a"), "stream": True})
-        begun, last, end = reply.body.split(b"\n\n")
-        assert begun.startswith(b'data: {"choices"') and end == b""
+        body = {"messages": question("a"), "stream": True}
+        async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+            begun = await reply.content.readany()
+            gate.open()
+            rest, last, end = (await reply.read()).split(b"\n\n")
+        assert begun.startswith(b'data: {"choices"') and rest == end == b""
         assert b"went away in mid-answer" in last
         assert len(rig.requests_seen()) == n_before + 1
         assert (await rig.chat("a")).n_reused

@@ -18,7 +18,7 @@ from tests.lab.server import LlamaServer, ServerProcess
 from tests.lab.waiting import until
 
 _LISTENERS = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
-_DEFAULTS = _LISTENERS | {"idle_save_seconds": 0.05, "drain_seconds": 5.0, "ahead_seconds": 0}
+_DEFAULTS = _LISTENERS | {"idle_save_seconds": 0.05, "drain_seconds": 60.0, "ahead_seconds": 0}
 
 
 S = TypeVar("S", bound=ServerProcess, default=LlamaServer, covariant=True)
