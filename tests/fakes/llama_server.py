@@ -23,6 +23,7 @@ from tests.fakes.faults import Faults, Gate
 from tests.fakes.generation import PATHS, Generation, Shape, generate, n_predict
 from tests.fakes.slot_files import StateFileRefused, read_slot_file, write_slot_file
 from tests.fakes.slots import Memory, Slot
+from tests.lab.server import find_free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -112,7 +113,7 @@ class FakeLlamaServer:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._admit])
         app.router.add_route("*", "/{path:.*}", self._route)
         self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=0.1, auto_decompress=False
+            app, access_log=None, shutdown_timeout=10.0, auto_decompress=False
         )
         await self._runner.setup()
         await self.listen()
@@ -123,9 +124,10 @@ class FakeLlamaServer:
         await self._runner.cleanup()
 
     async def listen(self) -> None:
+        # Of those that the kernel gives away, another connection may have it when this server comes back.
+        self.port = self.port or find_free_port()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await self._site.start()
-        self.port = int(self._runner.addresses[0][1])
 
     async def crash(self) -> None:
         """Die: what runs breaks off, and nothing listens any more until `restart`."""

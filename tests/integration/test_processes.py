@@ -17,7 +17,7 @@ from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 
 async def occupy(rig: Rig, name: str = "first") -> Any:
@@ -344,6 +344,7 @@ async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
         await rig.chat("a")
         n_saves = len(rig.server.seen_at("save"))
         await until(lambda: len(rig.server.seen_at("save")) > n_saves + 2)
+        monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
         assert (await rig.chat("a")).n_reused == 308
 
 

@@ -11,7 +11,6 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.plan import Why
 from proxy.core.slots import Known
-from proxy.llama import client as llama_server
 from proxy.servers import background
 from proxy.serving import cached
 from tests.fakes.faults import Faults
@@ -153,14 +152,14 @@ async def test_request_that_waits_for_a_hanging_save_keeps_nobody_else_waiting(
 
 
 async def test_save_that_answers_too_late_is_given_up_and_its_file_goes_with_the_next_save(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig,
 ) -> None:
     async with start_rig(n_slots=1) as rig:
-        with monkeypatch.context() as impatient:
-            impatient.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
-            rig.server.hold("save")
-            await rig.chat("a")
-            await saves_failed(rig)
+        gate = rig.server.hold("save")
+        await rig.chat("a")
+        await gate.reached()
+        rig.running.server.upstream.cut_silent(0.0)  # as its time limit does
+        await saves_failed(rig)
         rig.server.release("save")
         assert (await rig.chat("a")).n_reused > 300
         assert rig.checkpoints == [] and len(rig.temporary_files()) == 1

@@ -202,7 +202,7 @@ async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
         n_new = await ledger.enter(messages)
         before = await rig.evaluated()
         # A long answer: the request cannot end before its client leaves.
-        leaving = asyncio.ensure_future(ledger.send(messages, **api.limit(1000)))
+        leaving = asyncio.ensure_future(ledger.send(messages, **api.limit(20_000)))
         await until(lambda: rig.server.evaluated_tokens() - before >= 2048)
         assert not leaving.done()
         leaving.cancel()

@@ -3,15 +3,17 @@
 import asyncio
 import json
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 
 from proxy.core.conditions import DegradationKind
 from proxy.llama.answers import Answer
+from proxy.serving import placement
 from proxy.serving.placement import SimilarRequest
 from tests.lab.rig import Rig
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import WRONG_BAR, distance
 
@@ -76,15 +78,15 @@ async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(
     async with start_rig("hybrid") as rig:
         process = rig.running.pool.processes[0]
 
-        async def is_evaluating() -> bool:
-            return any(state.is_processing for state in await process.slot_states())
+        async def is_evaluating(asked: "asyncio.Future[Any]") -> bool:
+            return asked.done() or any(s.is_processing for s in await process.slot_states())
 
         for trial in range(N_TRIALS):
             first, left = prompt(600, seed=trial), prompt(LONG, seed=10 + trial)
             await rig.post(COMPLETION, first)
             await rig.settled()
             leaving = asyncio.ensure_future(rig.post(COMPLETION, left))
-            await until(is_evaluating)
+            await until(partial(is_evaluating, leaving))
             leaving.cancel()
             first["prompt"] += prompt(SHORT, seed=20 + trial)["prompt"]
             reply = await rig.post(COMPLETION, first)
@@ -153,7 +155,8 @@ async def test_request_that_starts_behind_several_completions_is_found_in_its_sl
             return await send(request)
 
         monkeypatch.setattr(SimilarRequest, "_send_as_it_is", late)
-        several = {**prompt(300, seed=3), "n_cmpl": 2, "n_predict": 500, "ignore_eos": True}
+        monkeypatch.setattr(placement, "_START_SECONDS", HANG_SECONDS)
+        several = {**prompt(300, seed=3), "n_cmpl": 2, "n_predict": 1000, "ignore_eos": True}
         first = asyncio.ensure_future(rig.client.post(rig.base_url + COMPLETION, json=several))
         await until(lambda: sum(slot.is_running for slot in process.slots) == 2)
         messages = [{"role": "user", "content": "tell me more " * 60}]

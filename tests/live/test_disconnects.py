@@ -60,7 +60,7 @@ async def test_clients_that_leave_at_random_moments_leak_nothing(
 
         async with aiohttp.ClientSession() as client:
             outcomes = await asyncio.gather(*(one(client) for _ in range(N_REQUESTS)))
-        assert 30 < outcomes.count("left") < N_REQUESTS - 30
+        assert min(map(outcomes.count, ("left", "served"))) > 20
         await rig.settled()
         health = await rig.health()
         assert (slots_in(health)["leased"], health["n_waiting"]) == (0, 0)

@@ -118,7 +118,7 @@ async def test_requests_that_do_not_fit_together_run_one_after_the_other(
 async def test_conversation_comes_back_from_disk_when_llama_server_has_slept(
     start_rig: StartRig,
 ) -> None:
-    async with start_rig("full", extra_args=("--sleep-idle-seconds", "1")) as rig:
+    async with start_rig("full", extra_args=("--sleep-idle-seconds", "2")) as rig:
         await rig.chat(LONG[0])
         await rig.settled()
         (process,) = rig.running.pool.processes

@@ -161,7 +161,7 @@ async def test_client_that_leaves_while_the_server_is_away_frees_its_place(
             for task in leaving:
                 task.cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
-        await await_waiting(rig, 1)
+        await until(lambda: len(rig.running.shared.journal.in_flight) == 1)
         asked += await queue(rig, (1, 1))
         await asyncio.to_thread(rig.server.start)
         assert [reply["object"] for reply in await asyncio.gather(*asked)] == [

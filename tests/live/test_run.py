@@ -301,6 +301,7 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     run.start_and_await_caching()
     ask(run, "first")
     ask(run, "second")
+    run.wait_for(lambda: run.log_text().count(" chat ") == 2)  # both have ended
     assert run.stop() == 0
     text = run.log_text().replace("\n          ", "; ")
     lines = [line.split("  ", 1) for line in text.splitlines()]
