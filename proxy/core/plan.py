@@ -57,6 +57,9 @@ in another slot may need it before this one is answered."""
 N_CANDIDATES = 32
 """So many checkpoints are considered at most."""
 
+ENDING_TOKENS = 4
+"""Templates end a prompt with so many tokens, as `<think>`, that they leave out of the next one."""
+
 N_ALTERNATIVES = 3
 """How many of the options that were not chosen are reported."""
 
@@ -140,6 +143,10 @@ class Plan:
     @property
     def slot_id(self) -> SlotId:
         return self.start.slot_id
+
+    def may_be_stored_further(self, n_prompt: int) -> bool:
+        """Return whether a state seems to go on behind a prompt of *n_prompt* tokens."""
+        return self.n_shared + ENDING_TOKENS >= n_prompt
 
     @property
     def is_warm(self) -> bool:

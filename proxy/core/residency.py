@@ -211,7 +211,7 @@ def slot_to_extend(
 
     for slot in slots:
         content = slot.content
-        if slot.is_leased or not isinstance(content, Known):
+        if slot.is_leased or not isinstance(content, Known) or content.is_stored_further:
             continue
         n_new = conversation.n_behind(content.conversation)
         if not n_new or must_be_erased(rule, content, namespace):

@@ -440,7 +440,9 @@ class CachedRequest:
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
-        return process.content_after(before, prompt, timings.predicted_n)
+        content = process.content_after(before, prompt, timings.predicted_n)
+        goes_on = self._plan.may_be_stored_further(prompt.n_tokens)
+        return replace(content, is_stored_further=goes_on)
 
     def _disagree(self, n_really: int) -> None:
         self._process.disable_shape(self._prompt.shape)

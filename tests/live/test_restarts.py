@@ -9,7 +9,7 @@ import pytest
 
 from proxy import app
 from proxy.servers import background
-from tests.lab.conversation import agent_requests, system, tools, user
+from tests.lab.conversation import agent_requests, system, tool_call, tool_result, tools, user
 from tests.lab.models import model_path
 from tests.lab.page_cache import can_tell, folder_on_disk, forget
 from tests.lab.rig import Rig
@@ -219,3 +219,27 @@ async def test_disk_is_timed_before_a_request_needs_it(
             [process] = rig.running.pool.processes
             await until(lambda: process.rates.cold_restore.bytes_per_second > 0)
             assert not process.rates.warm_restore.bytes_per_second, "nothing was restored"
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid", *in_long("swa", "recurrent")])
+async def test_conversation_that_is_sent_again_from_its_beginning_finds_its_file_at_each_turn(
+    start_rig: StartRig, kind: str
+) -> None:
+    async with start_rig(kind, n_slots=1) as rig:
+
+        async def ask(seed: int) -> list[int]:
+            """Send four steps of a tool loop; return how many tokens each evaluates."""
+            messages, n_evaluated = [system(300, seed), user(seed, 50)], list[int]()
+            for step in range(4):
+                body = {"messages": messages, "tools": tools(2), "max_tokens": 4, "temperature": 0}
+                reply = await rig.post("/v1/chat/completions", body)
+                n_evaluated.append(reply["timings"]["prompt_n"])
+                messages += [tool_call(seed + step), tool_result(seed + step, 300)]
+            await rig.settled()
+            return n_evaluated
+
+        first = await ask(1)
+        await ask(100)
+        again = await ask(1)
+        assert first[-1] > 300 and again[-1] < 100
+        assert kind != "full" or max(again) < 100
