@@ -256,9 +256,8 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     only the model of --model, which is loaded if necessary: the host may unload another model for it.
     Exit status: 0 caching will work, 1 it will work with limits, 2 it will not work.
     """
-    from proxy.doctor.examination import (
-        examine,
-    )  # half a proxy: other commands start sooner without it
+    # Half a proxy: other commands start sooner without it.
+    from proxy.doctor.examination import examine
 
     settings = command.settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log

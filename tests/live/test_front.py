@@ -10,6 +10,7 @@ import pytest
 from proxy import app
 from proxy.servers import server
 from proxy.web import clients, writer
+from proxy.web.relay import Exchange
 from tests.lab.raw_bytes import RawConnection, chat, get, post, status_of
 from tests.lab.rig import Rig
 from tests.lab.waiting import HANG_SECONDS, until
@@ -115,13 +116,19 @@ async def test_requests_that_are_not_read_yet_keep_nobody_out(rig: Rig) -> None:
 
 
 async def test_upload_that_still_comes_at_shutdown_is_told_that_the_proxy_stops(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_rig("hybrid", n_ctx=4096, drain_seconds=0.2) as rig:
-        n_before = len(asyncio.all_tasks())
+    is_sending, send = asyncio.Event(), Exchange.send
+
+    async def told(*given: Any, **options: Any) -> None:
+        is_sending.set()
+        await send(*given, **options)
+
+    monkeypatch.setattr(Exchange, "send", told)
+    async with start_rig("hybrid", n_ctx=4096, drain_seconds=0.5) as rig:
         connection = await RawConnection.open(rig.base_url)
         connection.send(post(b"/tokenize", chat())[:-1])
-        await until(lambda: len(asyncio.all_tasks()) >= n_before + 2)
+        await is_sending.wait()
         await rig.stop_proxy()
         assert await connection.status() == 503
         await connection.close()
