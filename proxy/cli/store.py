@@ -49,9 +49,9 @@ def ls(store: command.Store, name: str | None, shows_all: bool) -> None:
 
     Under each model (and API key that asked for it) are its headers (tools and system prompt, by the
     client that sends them), under each header its sessions, by the first words of their users. ID is the
-    beginning of the digits behind them, 4 at least, or the name of a model. "Worth" are the seconds
-    of evaluation that losing the checkpoint would cost; they fall while nobody uses it. The checkpoints
-    with the fewest such seconds for each byte are deleted first.
+    beginning of the digits behind them, 4 at least, or the name of a model. The worth of a checkpoint is
+    the seconds of evaluation that its loss would cost; it falls while nobody uses the checkpoint.
+    Checkpoints with the least worth for each byte are deleted first.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)

@@ -83,9 +83,8 @@ class Known:
     title: Title = Title()
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
-    is_stored_further: bool = (
-        False  # a file goes on behind its prompt: its next request is looked up
-    )
+    is_stored_further: bool = False
+    """Whether a file goes on behind the slot's prompt: then the slot's next request is looked up."""
     is_aside: bool = False  # of a side call: never continued, so not saved, and nothing to lose
     is_given_up: bool = False
     """Not to be saved before the slot's next request, because its save failed or is not wanted."""
