@@ -75,8 +75,8 @@ class Machine:
 
     async def commit(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
         content = state_file(words(tokens), attention(len(tokens)))
-        facts = {"namespace": OURS, "has_every_position": True} | facts
-        return await self.store.commit(*new_state(self.store, tokens, content=content, **facts))
+        usual = {"namespace": OURS, "has_every_position": True, "content": content}
+        return await self.store.commit(*new_state(self.store, tokens, **usual | facts))
 
     @property
     def n_saved(self) -> int:
@@ -970,6 +970,19 @@ async def test_states_that_are_there_from_before_do_not_go_up_again(
             assert back.shared_id == saved.shared_id
             assert await a.store.remove(back, Removal.OPERATOR)
             await until(lambda: not objects_in(tmp_path / "shared"))
+
+
+async def test_only_a_state_of_the_same_bytes_is_taken_for_one_that_is_there(start: Start) -> None:
+    tokens = run_of(3000)
+    other = state_file(words(tokens), bytes(reversed(attention(len(tokens)))))
+    async with start("a") as a, start("b") as b, start("c") as c:
+        saved = await a.save(tokens)
+        assert await b.find(tokens) and await c.find(tokens)
+        same = await b.commit(tokens)
+        await until(lambda: (b.store.get(same.id) or same).shared_id)
+        assert (b.store.get(same.id) or same).shared_id == saved.shared_id
+        assert b.sample("shared_bytes_total", direction="up") == 0
+        assert (await c.save(tokens, content=other)).shared_id not in ("", saved.shared_id)
 
 
 async def test_state_in_a_directory_that_is_unmounted_is_not_gone(
