@@ -170,7 +170,7 @@ class Front:
         if n_bytes > MAX_BODY_BYTES:
             raise ProxyError(f"the request body is over {MAX_BODY_BYTES >> 20} MiB", 413)
         if n_bytes > SMALL_BODY_BYTES and self.n_coming_bytes > MAX_COMING_BYTES:
-            raise TooManyRequests(f"request bodies of over {MAX_COMING_BYTES >> 20} MiB are coming")
+            raise TooManyRequests(f"over {MAX_COMING_BYTES >> 20} MiB of request bodies are coming")
 
 
 def _check(incoming: web.Request) -> None:
