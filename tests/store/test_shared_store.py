@@ -75,7 +75,7 @@ class Machine:
 
     async def commit(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
         content = state_file(words(tokens), attention(len(tokens)))
-        usual = {"namespace": OURS, "has_every_position": True, "content": content}
+        usual: dict[str, Any] = {"namespace": OURS, "has_every_position": True, "content": content}
         return await self.store.commit(*new_state(self.store, tokens, **usual | facts))
 
     @property
