@@ -129,7 +129,8 @@ class Plan:
     """How one request is served in one slot; `cuts` are the prompt's, with the branch that was found.
 
     `n_shared` is the longest prefix that the prompt shared with any state at that time, usable or not;
-    `n_in_use` is the longest prefix shared with a slot that another request was using.
+    `n_in_use` is the longest prefix shared with a slot that another request was using. `is_stored_further`
+    says whether a state seems to go on behind the prompt.
     """
 
     start: Start
@@ -139,14 +140,11 @@ class Plan:
     alternatives: tuple[Start, ...] = ()
     n_shared: int = 0
     n_in_use: int = 0
+    is_stored_further: bool = False
 
     @property
     def slot_id(self) -> SlotId:
         return self.start.slot_id
-
-    def may_be_stored_further(self, n_prompt: int) -> bool:
-        """Return whether a state seems to go on behind a prompt of *n_prompt* tokens."""
-        return self.n_shared + ENDING_TOKENS >= n_prompt
 
     @property
     def is_warm(self) -> bool:
@@ -367,7 +365,21 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         alternatives=tuple(alternatives.values())[:N_ALTERNATIVES],
         n_shared=n_shared,
         n_in_use=max((shared[slot.id] for slot in now.slots if slot.is_leased), default=0),
+        is_stored_further=_is_stored_further(prompt, now, n_shared),
     )
+
+
+def _is_stored_further(prompt: Prompt, now: Situation, n_shared: int) -> bool:
+    """Return whether a state seems to go on behind a prompt of which one has *n_shared* tokens.
+
+    Where a slot was asked the same just before, what goes on behind the prompt is its earlier answer.
+    """
+    for slot in now.slots:
+        content = slot.content
+        if isinstance(content, Known) and content.namespace == prompt.namespace:
+            if content.conversation == prompt.conversation:
+                return content.is_stored_further
+    return n_shared + ENDING_TOKENS >= prompt.n_tokens
 
 
 def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:

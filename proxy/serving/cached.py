@@ -441,8 +441,7 @@ class CachedRequest:
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
         content = process.content_after(before, prompt, timings.predicted_n)
-        goes_on = self._plan.may_be_stored_further(prompt.n_tokens)
-        return replace(content, is_stored_further=goes_on)
+        return replace(content, is_stored_further=self._plan.is_stored_further)
 
     def _disagree(self, n_really: int) -> None:
         self._process.disable_shape(self._prompt.shape)

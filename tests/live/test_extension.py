@@ -50,6 +50,20 @@ async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
         assert why.count(Why.EXTENDS.value) >= n_turns * n_calls
 
 
+@pytest.mark.parametrize("idle_save_seconds", [0.1, 60.0])
+@pytest.mark.parametrize("kind", ["full", *in_long("hybrid", "swa", "recurrent")])
+async def test_step_behind_a_request_that_was_asked_again_is_not_read_before_it_is_sent(
+    start_rig: StartRig, kind: str, idle_save_seconds: float
+) -> None:
+    async with start_rig(kind, idle_save_seconds=idle_save_seconds) as rig:
+        *steps, last = agent_requests(1, 3, header=HEADER)
+        for messages in (*steps, steps[-1]):
+            await stream(rig, messages)
+            if idle_save_seconds < 1:
+                await rig.settled()
+        assert (await stream(rig, last))["why"] == Why.EXTENDS.value
+
+
 @pytest.mark.parametrize("kind", ["hybrid", *in_long("full", "swa", "recurrent")])
 async def test_brief_chats_are_not_looked_up_and_displace_nothing(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, kind: str
