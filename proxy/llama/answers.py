@@ -158,8 +158,9 @@ class AnswerReader:
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
         # A client may ask for native answers without it (response_fields): then the end of each has none.
+        # Before the first of several, llama-server sends a null.
         is_native = self._route in (Route.COMPLETION, Route.PINNED) and "choices" not in event
-        self._n_ends -= event.get("stop", is_native) is True
+        self._n_ends -= event.get("stop", is_native and bool(event)) is True
         is_last = self._n_ends <= 0 or event.get("type") in _LAST_EVENTS
         # Messages streams have no object around an error. llama-server may have emptied the slot for it.
         if is_error := isinstance(event.get("error"), dict) or event.keys() >= {"code", "message"}:

@@ -32,6 +32,14 @@ def read(content_type: str, *chunks: bytes) -> Timings | None:
     return reader.facts()[0]
 
 
+def test_event_that_is_null_is_not_the_end_of_a_completion() -> None:
+    reader = AnswerReader("text/event-stream", Route.COMPLETION, n_ends=2)
+    reader.feed(b'data: null\n\ndata: {"index": 0, "content": "", "stop": true}\n\n')
+    assert not reader.is_complete
+    reader.feed(b'data: {"index": 1, "content": "", "stop": true}\n\n')
+    assert reader.is_complete
+
+
 def test_timings_of_a_json_answer_are_found() -> None:
     timings = read("application/json; charset=utf-8", JSON_ANSWER)
     assert timings == Timings(1996, 5, 1.5, 8)
