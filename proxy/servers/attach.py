@@ -381,7 +381,8 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
 # states, too.
 
 
-PROBE_LENGTHS = (64, 2 * model.FULL_WINDOW_TOKENS)
+PROBE_LENGTHS = (64, model.FULL_WINDOW_TOKENS, 2 * model.FULL_WINDOW_TOKENS)
+"""The shortest and the longest that fit into the context are used."""
 BACK_TOKENS = 20
 """So many tokens before the end of a state a prompt leaves it, to see whether it can be continued there."""
 
@@ -396,7 +397,8 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     text = token_ids((i * 7919 + 1237) % n_ids for i in range(PROBE_LENGTHS[-1]))
     process.saver.repairs_windows = True
     rules: list[Rule] = []
-    for n_tokens in (n for n in PROBE_LENGTHS if n + 1 < process.n_ctx):
+    fitting = [n for n in PROBE_LENGTHS if n + 1 < process.n_ctx]
+    for n_tokens in dict.fromkeys(fitting[:1] + fitting[-1:]):
         try:
             await process.upstream.erase(slot_id)
             process.learn_evaluation(await process.upstream.evaluate(slot_id, text[:n_tokens]))

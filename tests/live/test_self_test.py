@@ -101,6 +101,21 @@ async def test_rule_that_the_first_files_tell_is_the_measured_one(
         assert await rig.evaluated() <= len(CANARY_TOKENS)
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["swa, --swa-full", *in_long("swa", "swa, without", "swa, June", "swa, June, --swa-full")],
+)
+async def test_self_test_measures_a_full_window_in_a_small_context(
+    start_rig: StartRig, case: str
+) -> None:
+    build, flags, rule = CASES[case]
+    rule = replace(rule, stride_tokens=FAR_TOKENS if build == JUNE else NEAR_TOKENS)
+    binary = binary_of(build) if build else None
+    options = {"extra_args": flags, "binary": binary, "n_slots": 1, "is_new": True}
+    async with start_rig("swa", n_ctx=4096, **options) as rig:
+        assert await measure(rig) == rule
+
+
 @pytest.mark.parametrize("kind", ["swa", "recurrent", "hybrid"])
 async def test_rule_of_files_without_context_checkpoints_is_the_measured_one(
     start_rig: StartRig, kind: str
