@@ -67,7 +67,7 @@ class Cause(StrEnum):
 
     Keep what changes out of tool descriptions.
 
-    `sticky_tool_text` lets a conversation keep the descriptions that it began with.
+    `sticky_tool_text` lets a conversation keep the descriptions that it began with, but not the parameters.
     """
     TOOL_LIST = "tools added or removed"
     """Tools were added or removed.

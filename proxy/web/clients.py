@@ -34,9 +34,9 @@ BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
 _CUT = "the proxy stopped before the request body was whole"
 _SESSION_HEADERS = (
-    "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
-)
-"""The session headers of Claude Code, OpenCode and codex, and that of an agent within a session."""
+    "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id X-Affinity"
+).split()
+"""The session headers of Claude Code, OpenCode, codex and Vibe, and that of an agent within a session."""
 
 
 @dataclass
