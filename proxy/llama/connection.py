@@ -88,6 +88,13 @@ class ReplyHandler(ResponseHandler):
         super().set_exception(*errors)
 
 
+def read_now(content: aiohttp.StreamReader) -> bytes:
+    """Return what has come; raises what broke the answer off once all that came before it is read."""
+    if content.exception() and content._buffer:  # here aiohttp would raise at once
+        return content._read_nowait(-1)
+    return content.read_nowait()
+
+
 def new_session() -> aiohttp.ClientSession:
     """Return the client session for traffic to llama-server; no connection is used again.
 

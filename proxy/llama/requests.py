@@ -74,7 +74,8 @@ def may_be_read_as_another(raw_path: str, path: str) -> bool:
 
     llama-server decodes %uXXXX, too (decode_path_component in cpp-httplib). Servers before it resolve dots.
     """
-    return "%u" in raw_path.partition("?")[0] or ".." in path.split("/")
+    is_odd = "%u" in raw_path.partition("?")[0] or ".." in path.split("/")
+    return is_odd or not raw_path.startswith("/")
 
 
 def changes_server_state(method: str, path: str) -> bool:

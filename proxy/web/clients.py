@@ -24,8 +24,7 @@ MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
 SMALL_BODY_BYTES = 1 << 20
 MAX_COMING_BYTES = 1 << 30
-"""The most bytes of all bodies that are still coming. Beyond that only small ones are taken: bodies come
-before anybody knows whether llama-server takes their keys."""
+"""Of all bodies that are still coming. Beyond it only small ones are taken: no key was checked so far."""
 MAX_TARGET_BYTES = 32 << 10
 """The longest path with its query; llama-server has the same limit."""
 IDLE_SECONDS = 75.0
@@ -76,8 +75,7 @@ class Front:
                 get_logger("front").warning("request failed", path=path, reason=str(error))
             return await exchange.refuse(error)
         except ConnectionResetError:
-            # The client left while its answer was written.
-            return exchange.writer.response or web.Response(status=499)
+            return exchange.writer.response or web.Response(status=499)  # the client left
         finally:
             exchange.writer.close()
 
@@ -166,7 +164,6 @@ class Front:
         return requests.with_alias(bytes(body), self.aliases) if self.aliases else bytes(body)
 
     def _check_size(self, n_bytes: int) -> None:
-        """Raise ProxyError for a body of which so many bytes have come, if that is too much."""
         if n_bytes > MAX_BODY_BYTES:
             raise ProxyError(f"the request body is over {MAX_BODY_BYTES >> 20} MiB", 413)
         if n_bytes > SMALL_BODY_BYTES and self.n_coming_bytes > MAX_COMING_BYTES:
@@ -175,10 +172,8 @@ class Front:
 
 def _check(incoming: web.Request) -> None:
     """Raise ProxyError for a request that llama-server may read otherwise than the proxy does."""
-    if not incoming.raw_path.startswith("/"):
-        raise ProxyError("the request target must be a path", 400)
     if requests.may_be_read_as_another(incoming.raw_path, incoming.path):
-        raise ProxyError("the path has %u or .. in it", 400)
+        raise ProxyError("the request target must be a path without %u and ..", 400)
     if not HttpVersion10 <= incoming.version <= HttpVersion11:
         raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
     if not names_one_client(incoming.headers):

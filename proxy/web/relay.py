@@ -13,7 +13,7 @@ from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.llama.answers import Answer, AnswerReader, complaint_in
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end
+from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end, read_now
 from proxy.llama.requests import generation_route
 from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
@@ -193,7 +193,7 @@ class Exchange:
             if passed.done():
                 return
             try:
-                while not writer.is_full and (chunk := _read_now(content)):
+                while not writer.is_full and (chunk := read_now(content)):
                     if is_of_host and target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
                     if self._first_token_at is None and not self._is_in_event:
@@ -300,10 +300,3 @@ async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> Serve
     if lost == "before":
         return ServerAway(message, was_sent=False)
     return ServerAway(message, has_ended=lost == "after")
-
-
-def _read_now(content: aiohttp.StreamReader) -> bytes:
-    """Return what has come; raises what broke the answer off once all that came before it is read."""
-    if content.exception() and content._buffer:  # here aiohttp would raise at once
-        return content._read_nowait(-1)
-    return content.read_nowait()
