@@ -193,10 +193,8 @@ class Cache:
             return
         process.journal.note_chat(request)
         try:
-            prompt = await process.reader.read(
-                *(request.route, request.chat, request.keys, request.namespace, process.rule),
-                request.conversation,
-            )
+            read = partial(process.reader.read, request.route, request.chat, request.keys)
+            prompt = await read(request.namespace, process.rule, request.conversation)
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault

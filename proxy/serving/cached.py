@@ -495,7 +495,7 @@ class CachedRequest:
         process, slot = self._process, self._process.slots[self._plan.slot_id]
         n_believed = slots.n_believed_points(process.n_kept_points)
         is_due = self._request.warms or is_cut_at_risk(process.rule, slot.content, n_believed)
-        is_short = answer.timings is None and answer.status == 200 and not answer.is_broken
+        is_stopped = answer.timings is None and answer.status == 200 and not answer.is_broken
         # During a placement another request may be running in this slot already.
-        if (is_due or (is_short and self._is_placed)) and not process.queue.is_placing:
+        if (is_due or (is_stopped and self._is_placed)) and not process.queue.is_placing:
             self._lease.hand_over(process.saves.begin(slot.id))
