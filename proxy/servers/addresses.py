@@ -111,6 +111,7 @@ class HostedModels(Watched):
     async def watch(self) -> None:
         """Follow which models are loaded, until something else answers at the address."""
         while True:
+            self._poked.clear()
             await self.look()
             if self.phase is Phase.NOT_A_SERVER:
                 return

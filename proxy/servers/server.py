@@ -147,8 +147,7 @@ class Watched:
         self._poked.set()
 
     async def pause(self, seconds: float) -> None:
-        """Wait until the next look is due."""
-        self._poked.clear()
+        """Wait until the next look is due; at once if it was poked since the last look began."""
         await wait_for(self._poked, seconds)
 
     def _wake(self) -> None:
@@ -253,6 +252,7 @@ class Server(Watched):
         while True:
             is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED, Phase.NOT_A_SERVER)
             if self.is_polled or not is_settled or self._poked.is_set():
+                self._poked.clear()
                 await self.look()
             if self.process:
                 look_again(self.process)

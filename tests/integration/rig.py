@@ -182,7 +182,8 @@ class Rig:
         server = self.running.server
         monkeypatch.setattr(lifecycle, "WATCH_SECONDS", HANG_SECONDS)
         server.poke()
-        await until(lambda: not server._poked.is_set())  # the pause after that look has begun
+        await until(lambda: not server._poked.is_set())  # that look has begun
+        await server.look()  # and has ended
 
     async def settled(self) -> Process:
         """Wait until the proxy is attached, no slot is leased and all that is to be saved is committed."""

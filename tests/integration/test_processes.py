@@ -68,6 +68,21 @@ async def test_replaced_process_is_noticed_by_the_next_request(
         assert rig.sample("live_reuse_short_total") == 0
 
 
+async def test_failure_during_a_look_is_followed_by_another_look(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig() as rig:
+        await rig.attached()
+        await rig.unwatched(monkeypatch)
+        gate = rig.server.hold("props", n_calls=1)
+        rig.running.server.poke()
+        await gate.reached()
+        rig.running.server.poke()  # llama-server's answer may be from before what went wrong
+        n_looks = len(rig.server.seen_at("props"))
+        gate.open()
+        await until(lambda: len(rig.server.seen_at("props")) > n_looks)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_request_that_goes_on_in_its_slot_looks_at_llama_server_once(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, is_stream: bool
