@@ -90,12 +90,11 @@ class UpstreamLost(UpstreamUnreachable):
 
 
 class UpstreamRefused(UpstreamFault):
-    """llama-server answered with an error; `status` and `message` are its own."""
+    """llama-server answered with an error; `status` is llama-server's own."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"llama-server answered {status}" + f": {message}" * bool(message))
         self.status = status
-        self.message = message
 
 
 class WillBeRefused(CacheFault):

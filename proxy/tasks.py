@@ -127,14 +127,11 @@ class Turns:
             self._queue.remove(turn)
             if not self.is_taken:
                 self._on_end()
-                self._let_first_come()
+                if self._queue:
+                    self._queue[0].has_come.set()
 
     def _join(self) -> Turn:
         turn = Turn(self)
         self._queue.append(turn)
-        self._let_first_come()
+        self._queue[0].has_come.set()
         return turn
-
-    def _let_first_come(self) -> None:
-        if self._queue:
-            self._queue[0].has_come.set()

@@ -129,9 +129,7 @@ def _short_context(n_ctx: int) -> str:
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a client's entry of clients.yaml with the *facts* filled in."""
-    quoted = {
-        key: json.dumps(value).removeprefix('"').removesuffix('"') for key, value in facts.items()
-    }
+    quoted = {k: json.dumps(v).removeprefix('"').removesuffix('"') for k, v in facts.items()}
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
 
@@ -222,9 +220,8 @@ def _put(path: Path, content: bytes) -> None:
 
 def _agree(path: Path, before: str, after: str) -> None:
     """Show the difference, and exit unless the user agrees to it."""
-    lines = difflib.unified_diff(
-        before.splitlines(), after.splitlines(), str(path), str(path), lineterm=""
-    )
+    old, new, name = before.splitlines(), after.splitlines(), str(path)
+    lines = difflib.unified_diff(old, new, name, name, lineterm="")
     click.echo("\n".join(lines), err=True)
     agree(f"Write {path}?")
 

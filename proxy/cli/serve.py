@@ -360,11 +360,8 @@ def warm(
         warmed["is_pinned"] = True
     took = f"evaluated in {seconds_in_words(warmed['seconds'])}"
     how = "stored already" if warmed["was_kept"] else took
-    stays = (
-        "and pinned"
-        if warmed["is_pinned"]
-        else "kept until the room is needed; --pin keeps them for good"
-    )
+    kept = "kept until the room is needed; --pin keeps them for good"
+    stays = "and pinned" if warmed["is_pinned"] else kept
     command.answer(
         warmed,
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens: {how}, {stays} "

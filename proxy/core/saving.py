@@ -81,9 +81,7 @@ def is_worth_saving(
     return rates.save_seconds(size_bytes) * n_stalled <= evaluation_seconds
 
 
-def pays_again(
-    n_saved: int, n_tokens: int, size_bytes: int, rates: Rates, n_stalled: int = 1
-) -> bool:
+def pays_again(n_saved: int, n_tokens: int, size_bytes: int, rates: Rates, n_stalled: int) -> bool:
     """Return whether to save *n_tokens* of a conversation, of which a file has the first *n_saved*."""
     save_seconds = rates.save_seconds(size_bytes) * n_stalled
     return save_seconds <= N_RETURNS * rates.evaluation_seconds(n_saved, n_tokens) + STEADY_SECONDS

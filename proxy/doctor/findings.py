@@ -233,9 +233,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
     if facts.mixes_up_slots:
-        text = (
-            "A prompt is answered otherwise while another slot runs: answers and states are wrong."
-        )
+        text = "Beside another slot a prompt is answered otherwise: answers and states are wrong."
         cure = "Start llama-server with --no-repack (a CPU with AMX needs that), or with -np 1"
         cure += "; then remove the wrong states: llama-prefix-cache rm --everything"
         yield limit("several slots", text, cure)
@@ -398,9 +396,7 @@ def _space_finding(setup: Setup, free_bytes: int) -> Finding:
         cure = "Free some space, or use another disk."
         return (limit if usable > 0 else blocker)("disk space", text, cure)
     if usable < (budget := setup.settings.max_store_bytes):
-        text += (
-            f" The budget is not {size_in_words(budget)} (max_store_bytes), but what the disk has."
-        )
+        text += f" The budget is what the disk has, not {size_in_words(budget)} (max_store_bytes)."
     return ok("disk space", text)
 
 

@@ -8,7 +8,7 @@ import asyncio
 import errno
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,9 +31,7 @@ _MAX_LINE_BYTES = 65536
 _LITERAL = re.compile(r"http://(((?:\d{1,3}\.){3}\d{1,3}|\[[\da-fA-F:]+\])(?::(\d+))?)(/.*)?")
 
 
-def end_to_end(
-    headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
-) -> CIMultiDict[str]:
+def end_to_end(headers: Mapping[str, str], *, without: Collection[str] = ()) -> CIMultiDict[str]:
     """Return the headers that a proxy passes on."""
     kept = CIMultiDict(headers)
     for name in (*_HOP_BY_HOP, *without, *headers.get("Connection", "").split(",")):

@@ -133,10 +133,8 @@ async def _drain(process: Process, seconds: float) -> None:
     say, and save them.
     """
     free = process.slots.free() if process.can_cache else ()
-    unknown = [
-        s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted
-    ]
-    emptying = (process.empty(slot_id) for slot_id in unknown)
+    ids = [s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted]
+    emptying = (process.empty(slot_id) for slot_id in ids)
     with suppress(TimeoutError):
         await asyncio.wait_for(asyncio.gather(*emptying), seconds)
     process.saves.take_up_postponed()

@@ -378,9 +378,7 @@ class Process(ServerServices):
                 if refusal.status != 400 or not (self.shares_cells and are_full):
                     raise
                 if not await self.empty_oldest(slot_id):
-                    raise errors.NoRoom(
-                        "context", "other slots hold too much for a restore"
-                    ) from None
+                    raise errors.NoRoom("context", "the other slots hold too much") from None
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
@@ -389,16 +387,14 @@ class Process(ServerServices):
         if n_restored != checkpoint.n_tokens:
             raise errors.UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
-    async def stop(
-        self, slot_id: SlotId, prompt: Prompt, n_tokens: int, headers: Headers
-    ) -> Timings:
+    async def stop(self, slot_id: SlotId, prompt: Prompt, n_tokens: int, keys: Headers) -> Timings:
         """Evaluate the first *n_tokens* of a prompt; raises UpstreamFault."""
         before = self.slots[slot_id].content
         tokens = prompt.tokens[:n_tokens]
         evaluating = Unknown(prompt.namespace, likely=tokens, origin=before.origin)
         self.slots.set_content(slot_id, evaluating)
         try:
-            timings = await self.upstream.evaluate(slot_id, tokens, headers)
+            timings = await self.upstream.evaluate(slot_id, tokens, keys)
         except errors.UpstreamLost:
             await self.quarantine_suspects(slot_id)
             raise

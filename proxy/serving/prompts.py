@@ -21,9 +21,9 @@ from proxy.core.cuts import own_point
 from proxy.core.messages import (
     DIGEST_BYTES,
     REMINDER_TAG,
-    SYSTEM_ROLES,
     Conversation,
     Route,
+    is_system,
     n_leading_system,
     text_of,
 )
@@ -145,23 +145,16 @@ class PromptReader:
         """Find all cuts. Where a turn starts is remembered from the request that began the turn."""
         body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)
-        begins_turn = last_user is not None and all(
-            message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
-        )
+        begins_turn = last_user is not None and all(map(is_system, body.messages[last_user + 1 :]))
         if begins_turn or rule.is_end_only:
             newest = last_user if begins_turn else None
-            header, message_end, last_turn_end, surroundings = await asyncio.gather(
+            header, end, last_turn, surroundings = await asyncio.gather(
                 self._header_end(rendering),
                 self._message_end(rendering, rule),
                 self._last_turn_end(rendering, newest),
                 self._surroundings_end(rendering, newest),
             )
-            cuts = Cuts(
-                header,
-                message_end=message_end,
-                last_turn_end=last_turn_end,
-                surroundings=surroundings,
-            )
+            cuts = Cuts(header, message_end=end, last_turn_end=last_turn, surroundings=surroundings)
         else:  # within a turn only the header is of use
             cuts = Cuts(await self._header_end(rendering))
         if last_user is None:
@@ -193,11 +186,10 @@ class PromptReader:
         body, headers = rendering.body, rendering.headers
         system = body.messages[: rendering.n_system]
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
-        texts = await asyncio.gather(
-            *(self._upstream.apply_template(raw, headers) for raw in bodies)
-        )
+        rendering_each = (self._upstream.apply_template(raw, headers) for raw in bodies)
+        texts = await asyncio.gather(*rendering_each)
         shared = texts[0][: common_prefix_length(*texts)]
-        pieces = await _to_last_special_token(self._upstream, shared, headers)
+        pieces = await _to_last_special(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
 
     async def _message_end(self, rendering: _RenderedPrompt, rule: Rule) -> int:
@@ -345,9 +337,7 @@ def _length_if_prefix(remembered: TokenIds | None, tokens: TokenIds) -> int:
     return len(remembered) if remembered and tokens[: len(remembered)] == remembered else 0
 
 
-async def _to_last_special_token(
-    upstream: LlamaServer, text: str, headers: Headers
-) -> list[TokenPiece]:
+async def _to_last_special(upstream: LlamaServer, text: str, headers: Headers) -> list[TokenPiece]:
     """Return the tokens of a text up to its last special one; none if none of the last is special.
 
     A token is special if its text gives other tokens when special tokens are read as ordinary text.
@@ -392,7 +382,7 @@ class KnownTexts:
             self._is_mark_sought = False
             ending = text[-_SEARCHED_CHARACTERS:]
             with suppress(UpstreamFault):
-                pieces = await _to_last_special_token(self._upstream, ending, headers)
+                pieces = await _to_last_special(self._upstream, ending, headers)
                 if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
                     self._mark = piece, pieces[-1].id
         return tokens
@@ -424,9 +414,8 @@ class KnownTexts:
         tail = await self._upstream.tokenize(text[begin:], headers, add_special=False)
         tokens = head + tail
         self.n_spliced += 1
-        if self.n_spliced % _CHECKED == 1:
-            if await self.was_wrong(text, tokens, headers):
-                return None
+        if self.n_spliced % _CHECKED == 1 and await self.was_wrong(text, tokens, headers):
+            return None
         return tokens
 
 

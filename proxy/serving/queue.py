@@ -95,9 +95,7 @@ class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
             self._queue.table[slot_id].phase = SlotPhase.CLOSING
         self._keeper = task
         task.add_done_callback(
-            lambda ended: self._queue.take_back(
-                self, self.reserved if ended is self._keeper else ()
-            )
+            lambda done: self._queue.take_back(self, self.reserved if done is self._keeper else ())
         )
 
 

@@ -94,10 +94,8 @@ class Request:
     shared: str = ""  # what the shared store gave; empty if nothing was asked of it
     fetch_seconds: float = 0.0  # how long that took
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
-    _read_words: tuple[GenerationBody | None, str] = (
-        None,
-        "",
-    )  # and the body that they were read from
+    _first_words: tuple[GenerationBody | None, str] = (None, "")
+    """A body, and its user's first words."""
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the client's body, which is decoded here and nowhere else; return this request.
@@ -143,9 +141,9 @@ class Request:
     def words(self) -> str:
         """Its user's first words."""
         body = self.chat or self.body
-        if self._read_words[0] is not body:
-            self._read_words = body, words_of(body.fields) if body else ""
-        return self._read_words[1]
+        if self._first_words[0] is not body:
+            self._first_words = body, words_of(body.fields) if body else ""
+        return self._first_words[1]
 
     def as_left(self, content: Content) -> Content:
         """Return a slot's content, marked as not to be saved after a side call or under no_store."""

@@ -220,11 +220,9 @@ class CheckpointStore(Catalogue):
 
     # Changing records.
 
-    async def quarantine_for_good(
-        self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
-    ) -> None:
+    async def quarantine_for_good(self, checkpoints: Iterable[Checkpoint], why: Quarantine) -> None:
         """Never use checkpoints again, even after a restart; return once that is on disk."""
-        await self.update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
+        await self.update(*(self.change(c.id, quarantine=why) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""

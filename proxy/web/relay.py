@@ -21,7 +21,7 @@ from proxy.web.writer import PIECE_BYTES, ClientWriter, Unread, for_any_page
 
 _NO_CELLS = b'"message":"Context size has been exceeded'
 """In llama-server's error; in the text of an answer the quotes are escaped."""
-_REBUILT = frozenset(("content-length", "accept-encoding"))
+_REBUILT = ("content-length", "accept-encoding")
 """Not passed on with a generation: its body is a new one, and its answer is read here."""
 
 
@@ -173,11 +173,9 @@ class Exchange:
                 return Answer(answer.status, None, self._first_token_at, is_broken=True)
             await self.writer.end()
         self.is_answered = True
-        timings, calls = reader.facts()
-        complaint = reader.complaint() if answer.status >= 400 else ""
-        return Answer(
-            answer.status, timings, self._first_token_at, False, calls, reader.said, complaint
-        )
+        (timings, calls), status = reader.facts(), answer.status
+        complaint = reader.complaint() if status >= 400 else ""
+        return Answer(status, timings, self._first_token_at, False, calls, reader.said, complaint)
 
     async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
@@ -297,6 +295,4 @@ async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> Serve
     body = await answer.read()
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
     lost = target.lost(answer.status, body)
-    if lost == "before":
-        return ServerAway(message, was_sent=False)
-    return ServerAway(message, has_ended=lost == "after")
+    return ServerAway(message, was_sent=lost != "before", has_ended=lost == "after")
