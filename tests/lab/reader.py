@@ -97,10 +97,6 @@ class Reader:
             raise ReaderError(f"{commands}\nended with {done.returncode}:\n{done.stdout}")
         return done.stdout
 
-    def log_of(self, program: str) -> str:
-        """Return what a program that serves has printed so far."""
-        return (self._own / f"{program}.log").read_text(errors="replace")
-
     def stop(self) -> None:
         """End what was started, the last one first, as the pages say."""
         started = self._own / "started"

@@ -36,11 +36,6 @@ def conversation(seed: int) -> list[list[Message]]:
     return requests
 
 
-all_apis = pytest.mark.parametrize(
-    "api", [MESSAGES, RESPONSES, CHAT], ids=["messages", "responses", "chat"]
-)
-
-
 async def accounted(rig: Rig) -> None:
     """Wait until no slot is leased: clients have their answers a moment before they are counted."""
     await until(lambda: not is_leased(rig))

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-DEFAULT_GROUP = "(default)"
 DEFAULT_CONCURRENCY_LIMIT = 10
 # What a browser loads with a page must not start a model.
 _STATIC_FILES = r"\.(css|gif|ico|jpeg|jpg|js|json|png|svg|txt)$"
