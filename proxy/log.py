@@ -24,10 +24,10 @@ _LAST_SECONDS = 1.0
 
 
 class _Writer(AbstractContextManager["_Writer"]):
-    """Writes lines to stderr in a thread: a reader that has stopped must hold up no request.
+    """Writes lines to stderr in a thread, so that a terminal stopped by Ctrl-S holds up no request.
 
-    Such as a terminal after Ctrl-S. What nobody reads is dropped in the end; so is what cannot be written,
-    because a disk is full, a pipe is dead or a terminal was closed.
+    Lines that nobody reads are dropped in the end; so are lines that cannot be written, because a disk is
+    full, a pipe is dead or a terminal was closed.
     """
 
     def __init__(self) -> None:

@@ -369,7 +369,7 @@ def allowed(name: str) -> str:
 
 
 _OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=\w+://)")
-"""What every pod is told of each Service, also of one that is called llama-prefix-cache."""
+"""Variables that Kubernetes sets for each Service, also for one that is called llama-prefix-cache."""
 
 # The sources of values: flags beat the environment (LLAMA_PREFIX_CACHE_*), the environment beats the YAML
 # file, and the file beats the defaults.

@@ -268,10 +268,8 @@ class RunningProxy:
             models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
             if not servers:
                 known = ", ".join(each["id"] for each in models)
-                fail(
-                    f"no model is loaded: `connect ... --model NAME` loads one of {known}",
-                    Exit.UNAVAILABLE,
-                )
+                why = f"no model is loaded: `connect ... --model NAME` loads one of {known}"
+                fail(why, Exit.UNAVAILABLE)
             names = [each["name"] for each in servers]
             model = next((each for each in models if each["id"] in names), models[0])
         return model, [each for each in servers if each["name"] == model["id"]] or servers

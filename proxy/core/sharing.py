@@ -94,7 +94,7 @@ def _starts(prompt: Prompt, now: Situation) -> Iterator[Start]:
 def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Transfer) -> float:
     """Return after how many seconds a transfer that has not brought *n_bytes* yet is given up.
 
-    What was waited is lost either way. So a late transfer goes on while the rest, at the same rate, takes
+    The time waited is lost either way. So a late transfer goes on while the rest, at the same rate, takes
     less time than evaluating everything.
     """
     n_left = size_bytes - n_bytes
@@ -104,7 +104,7 @@ def seconds_for(n_bytes: int, size_bytes: int, limit_seconds: float, link: Trans
 
 
 def bytes_at_once(size_bytes: int, link: Transfer) -> int:
-    """Return in pieces of how many bytes a state is received; each costs time, and tells how fast it is."""
+    """Return the size of the pieces in which a state is received; each costs time, and tells the rate."""
     in_step = int(_STEP_SECONDS * link.bytes_per_second)
     return min(_MOST_AT_ONCE, max(_LEAST_AT_ONCE, min(in_step, size_bytes >> 4)))
 

@@ -93,10 +93,8 @@ def _result(content: Any) -> Any:
     blocks = list_of(content)
     if not _of_kind(blocks, "image"):
         return "".join(_texts(blocks))
-    return [
-        {"type": "text", "text": part["text"]} if "text" in part else part
-        for part in _parts(blocks)
-    ]
+    parts = _parts(blocks)
+    return [{"type": "text", "text": p["text"]} if "text" in p else p for p in parts]
 
 
 def _parts(blocks: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import msgspec
 from proxy.core.messages import list_of, member, text_of
 from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, HostKind, LlamaServer, Target
-from proxy.llama.requests import is_known
+from proxy.llama.requests import is_special
 
 LOAD_SECONDS = 1800.0
 """After this time the load of a model counts as failed; until then no other model is loaded."""
@@ -160,7 +160,7 @@ def _state(entry: Mapping[str, Any]) -> str:
 
 _UPSTREAM = "/upstream/"
 _MOST_PARTS = 64
-"""Of a model's name; a path may have thousands."""
+"""A model's name has at most so many; a path may have thousands."""
 _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
@@ -227,7 +227,7 @@ class Swap(ModelHost):
         names = ["/".join(parts[:n]) for n in range(min(len(parts), _MOST_PARTS), 0, -1)]
         # Else the shortest name that is followed by a path that the proxy treats specially: no such path
         # may stay hidden.
-        unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
+        unknown = (name for name in reversed(names) if is_special(_behind(path, name)))
         name = next(filter(models.named, names), None) or next(unknown, parts[0])
         return name, _behind(path, name)
 

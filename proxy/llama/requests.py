@@ -84,7 +84,7 @@ def changes_server_state(method: str, path: str) -> bool:
     return method == "POST" and (parts[:1] == ["slots"] or parts == ["lora-adapters"])
 
 
-def is_known(path: str) -> bool:
+def is_special(path: str) -> bool:
     """Return whether the proxy treats a path specially."""
     return path in _BY_PATH or changes_server_state("POST", path) or counts_tokens("POST", path)
 

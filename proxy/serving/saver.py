@@ -46,7 +46,7 @@ class SavedSlot:
     def checkpoint(
         self, namespace: Namespace, kind: CheckpointKind, content: Content
     ) -> Checkpoint:
-        """Return the checkpoint to commit for this file of a slot that was believed to hold *content*."""
+        """Return the checkpoint of this file of a slot that was believed to hold *content*."""
         known = content if isinstance(content, Known) else Known(TokenIds("i"), namespace)
         now = time.time()
         return Checkpoint(
@@ -66,7 +66,6 @@ class SavedSlot:
             marks=known.marks,
             parts=self.parts,
             verified_at=now,
-            ancestors=content.origin.ancestors,
             title=known.title,
             n_messages=count_messages(known.conversation),
         )
@@ -340,9 +339,7 @@ class Saver:
 def _select(
     files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
 ) -> SavedSlot:
-    select = state_edits.select_context_checkpoints
-    parts = files.edit(
-        saved.file_name, lambda path: select(Source(path, saved.parts), own, grafted)
-    )
-    stamp, state = files.stamp(saved.file_name), read_state_file(files.path(saved.file_name))
+    select, name = state_edits.select_context_checkpoints, saved.file_name
+    parts = files.edit(name, lambda path: select(Source(path, saved.parts), own, grafted))
+    stamp, state = files.stamp(name), read_state_file(files.path(name))
     return replace(saved, state=state, parts=parts, stamp=stamp)

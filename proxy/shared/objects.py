@@ -27,7 +27,7 @@ VERSION = "v1"
 STATE, META, USED = "state", "meta", "used"
 """A state, the record that commits it, and a marker whose time says when somebody last read the state."""
 ORPHAN_SECONDS = 3600.0
-"""What nobody has finished for so long is deleted."""
+"""The objects of an upload that was not finished for so long are deleted."""
 _HASH_BYTES = 16
 STEP_TOKENS = 1024
 """Of a hundred thousand states the hashes of all blocks would be too many; a shorter one is not shared."""
@@ -70,7 +70,7 @@ def new_id(now: float, writer: str, random: str) -> str:
 
 
 def earliest_id(now: float) -> str:
-    """Return what all ids that were made from a moment on sort behind."""
+    """Return a text that sorts before every id that is made at *now* or later."""
     return f"{max(0, int(now * 1000)):0{_TIME_DIGITS}x}"
 
 
@@ -79,7 +79,7 @@ def writer_of(shared_id: str) -> str:
 
 
 def index_id(shared_id: str) -> CheckpointId:
-    """Return by what a shared state is entered in the index; it fits into 63 bits."""
+    """Return the id, of at most 63 bits, that a shared state has in the index."""
     return CheckpointId(int.from_bytes(blake2b(shared_id.encode(), digest_size=8).digest()) >> 1)
 
 
@@ -101,7 +101,7 @@ class Meta(msgspec.Struct, frozen=True):
 def meta_of(
     checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str, host: str = ""
 ) -> Meta:
-    """Return what is told of a checkpoint in the shared *namespace*."""
+    """Return the `.meta` of a checkpoint in the shared *namespace*."""
     seed = Namespace(bytes.fromhex(namespace))
     points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
@@ -109,7 +109,7 @@ def meta_of(
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Return what a `.meta` says; raises ValueError if it is none, or nothing that an index can hold."""
+    """Return the content of a `.meta`; raises ValueError if *data* is none, or no index can hold it."""
     meta = msgspec.msgpack.decode(data, type=Meta)
     record = meta.checkpoint
     if not (0 < record.n_tokens < 1 << 31 and 0 <= record.size_bytes < 1 << 51):
@@ -143,7 +143,7 @@ def ends_beyond(checkpoint: Checkpoint, n_tokens: int) -> list[int]:
 
 
 def _ends_in(checkpoint: Checkpoint) -> set[int]:
-    """Return at which lengths a request may leave a checkpoint."""
+    """Return the lengths at which a request may leave a checkpoint."""
     cuts = {checkpoint.header, checkpoint.turn_start, *checkpoint.marks, *checkpoint.restore_points}
     # An answer seldom comes back token for token, nor does the very end of the prompt before it.
     cuts.add(checkpoint.n_prompt - CONTEXT_CHECKPOINT_MARGIN)
@@ -225,7 +225,7 @@ class Opening:
         self._pieces, self._salt, self._cipher = _Pieces(PIECE_BYTES + _TAG_BYTES), b"", None
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Yield what has come whole; raises StateDamaged at the first piece that was not sealed so."""
+        """Yield the pieces that are whole; raises StateDamaged at the first that was not sealed so."""
         if not self._sealing.key:
             yield data
             return

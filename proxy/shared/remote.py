@@ -85,13 +85,13 @@ class Remote:
         self._failing: dict[str, int] = {}
 
     def _move(self) -> None:
-        """Forget what was elsewhere, or under another key: own states are to be uploaded again."""
+        """Forget the states of another place or key, so that own states are uploaded again."""
         gone = [replace(c, shared_id="") for c in self.store if c.shared_id and not c.is_fetched]
         self.store.index.put(newer=Newer(gone))
         self.index.begin_rebuild("shared_store is another")
 
     async def close(self) -> None:
-        """End what runs."""
+        """End all tasks, and close the index."""
         await self.tasks.drain(0)
         self._thread.shutdown(wait=True)
         with suppress(CacheFault):
@@ -107,7 +107,7 @@ class Remote:
             await self.write(partial(self.index.put_value, self._tenants_name, {**self.tenants}))
 
     def owner(self, namespace: Namespace) -> Owner | None:
-        """Return whose a namespace is, as all call it; None if its model or tenant was not met here."""
+        """Return the owner of a namespace by names that all machines use; None if it was not met here."""
         if namespace not in self._owners:
             self._owners = dict(owners(self.store.index))
         if (owner := self._owners.get(namespace)) is None or not owner.tenant:
@@ -116,17 +116,17 @@ class Remote:
         return msgspec.structs.replace(owner, tenant=name) if name else None
 
     def models_in(self, folder: str) -> list[tuple[Namespace, KnownNamespace]]:
-        """Return the namespaces of this directory that are called *folder*, with their models."""
+        """Return the namespaces of this directory whose shared folder is *folder*, with their models."""
         self._owners = dict(owners(self.store.index))
         found = ((n, self.owner(n)) for n in self._owners)
         return [(n, o.known) for n, o in found if o and self.folder_of(o) == folder]
 
     def folder_of(self, owner: Owner) -> str:
-        """Return what the namespace of a model and tenant is called there."""
+        """Return the shared folder of a model and tenant."""
         return self.sealing.name(owner.static.encode(), owner.tenant)
 
     def folder(self, namespace: Namespace) -> str:
-        """Return what a namespace of this directory is called there; empty if its model is not known."""
+        """Return the shared folder of a namespace of this directory; empty if its model is not known."""
         owner = self.owner(namespace)
         return self.folder_of(owner) if owner else ""
 
@@ -134,7 +134,7 @@ class Remote:
         """Return the name of an object of a shared state."""
         return objects.name_of(self.folder(checkpoint.namespace), checkpoint.shared_id, kind)
 
-    # Whether it answers.
+    # Whether the shared store answers.
 
     @contextmanager
     def trying(self, operation: str) -> Iterator[None]:
@@ -167,7 +167,7 @@ class Remote:
         self._trusted_seconds = min(_MOST_TRUSTED_SECONDS, 4 * self._trusted_seconds)
         self.link = after_transfer(self.link, call_seconds, n_bytes, seconds)
 
-    # What is there.
+    # The states in the shared store.
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the shared states that share a prefix with *tokens*, by their hashes, the longest first.
@@ -190,7 +190,7 @@ class Remote:
             yield Candidate(record, next(matches, n_common))
 
     async def enter(self, *entries: Entry) -> None:
-        """Know states from now on."""
+        """Enter states into the index, so that `find` yields them."""
         mounted = {_MOUNTED: self._place} if self.bucket.was_mounted else {}
         await self.write(partial(self.index.put, *entries, newer=Newer(values=mounted)))
         self.known.update(checkpoint.id for checkpoint, *_ in entries)

@@ -26,7 +26,7 @@ from proxy.tasks import wait_for
 _LOOK_SECONDS, _FULL_LOOK_SECONDS, _UNSERVED_SECONDS = 10.0, 900.0, 0.5
 """How often what is new is listed, how often everything, and how soon again before a model is served."""
 _OVERLAP_SECONDS = 600.0
-"""Clocks that differ by less are no matter."""
+"""The clocks of machines may differ by less than this."""
 _READ_AT_ONCE = 32
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
@@ -38,7 +38,7 @@ Found = tuple[str, int, float]
 """The kinds of a state's objects, their bytes, and when the newest was written. Of a hundred thousand plain
 tuples without references the garbage collector takes no notice; other objects would stall the loop."""
 
-Look = asyncio.Task[float]
+Listing = asyncio.Task[float]
 """A listing; its result is the seconds it took, 0 if it failed.
 
 A single slow one is chance: it counts for at most twice as long as the one before."""
@@ -50,7 +50,7 @@ class Tier:
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
-        self._looks: dict[tuple[str, bool], tuple[float, Look]] = {}
+        self._looks: dict[tuple[str, bool], tuple[float, Listing]] = {}
         self._denied = set[CheckpointId]()
 
     @asynccontextmanager
@@ -86,11 +86,8 @@ class Tier:
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 
-    def look(self, folder: str, *, is_full: bool = False) -> Look:
-        """List what is new in a namespace, and enter it.
-
-        Whoever asks for the same while that is being done gets the same listing.
-        """
+    def look(self, folder: str, *, is_full: bool = False) -> Listing:
+        """List the new states of a namespace, and enter them; a listing that is under way is shared."""
         _, look = self._looks.get((folder, is_full), (0.0, None))
         if look is None or look.done():
             before = 0.0 if look is None or look.cancelled() else look.result()
@@ -98,14 +95,14 @@ class Tier:
             self._looks[folder, is_full] = time.monotonic(), look
         return look
 
-    def look_since(self, namespace: Namespace, moment: float, most_seconds: float) -> Look | None:
-        """Return a listing that is under way, or that began at *moment* or later, for a request.
+    def look_since(self, namespace: Namespace, since: float, most_seconds: float) -> Listing | None:
+        """Return a listing that is under way, or that began at *since* or later, for a request.
 
         None if nothing can be fetched now, or if the last listing took longer than *most_seconds*.
         """
         folder = "" if self.downloads.is_off else self.remote.folder(namespace)
         began, look = self._looks.get((folder, False), (0.0, None))
-        if look is not None and (began >= moment or not look.done()):
+        if look is not None and (began >= since or not look.done()):
             return look
         is_slow = look is not None and not look.cancelled() and look.result() > most_seconds
         return None if is_slow or not folder else self.look(folder)
@@ -178,7 +175,7 @@ class Tier:
     async def _compare(
         self, folder: str, found: dict[str, Found], known: set[CheckpointId]
     ) -> None:
-        """Hold what was *known* of a namespace against all that is there."""
+        """Forget *known* states of a namespace that are gone, and delete objects that nobody finished."""
         remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
         there = await asyncio.to_thread(_ids_in, found)
         for checkpoint_id in known - there:

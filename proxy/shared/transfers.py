@@ -72,7 +72,7 @@ class Downloads:
     async def fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
         """Return the local checkpoint that a shared state has become; None if it comes much later.
 
-        Whoever asks for a state that is on its way waits for it. Never raises a CacheFault.
+        A call for a state that is on its way waits for that transfer. Never raises a CacheFault.
         """
         if (fetching := self._fetches.get(checkpoint.id)) is None:
             fetching = self._remote.tasks.start(self._fetch(checkpoint, limit_seconds))
@@ -201,7 +201,7 @@ class Uploads:
         self._pending = {c.id for c in self._store if not c.shared_id}
         self._outdated: list[Checkpoint] = []
         self._uploading: CheckpointId | None = None
-        """What is on its way, None once it is needless."""
+        """The checkpoint that is being uploaded; None once its upload is needless."""
         self._wake, self._is_busy = asyncio.Event(), False
         self._wake.set()
 

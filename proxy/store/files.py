@@ -193,10 +193,8 @@ class StateFiles:
             return change(path)
         except PermissionError:
             # llama-server runs under another uid: the directory is shared, but the files are not.
-            with (
-                path.open("rb") as file,
-                replacing(path, self.path(self.new_temporary_name())) as copy,
-            ):
+            changed = replacing(path, self.path(self.new_temporary_name()))
+            with path.open("rb") as file, changed as copy:
                 shutil.copyfileobj(file, copy)
             self._protect(path)
             return change(path)

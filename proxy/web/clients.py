@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
 SMALL_BODY_BYTES = 1 << 20
 MAX_COMING_BYTES = 1 << 30
-"""Of all bodies that are still coming. Beyond it only small ones are taken: no key was checked so far."""
+"""So many bytes of bodies may be coming; beyond that only small bodies are taken, as no key was checked."""
 MAX_TARGET_BYTES = 32 << 10
 """The longest path with its query; llama-server has the same limit."""
 IDLE_SECONDS = 75.0
