@@ -121,14 +121,9 @@ class ServerAway(ProxyError):
     status = 502
 
     def __init__(
-        self,
-        message: str,
-        status: int | None = None,
-        *,
-        was_sent: bool = True,
-        has_ended: bool = False,
+        self, why: str, status: int | None = None, *, was_sent: bool = True, has_ended: bool = False
     ) -> None:
-        super().__init__(message, status)
+        super().__init__(why, status)
         self.was_sent = was_sent
         self.has_ended = has_ended
 

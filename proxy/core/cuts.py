@@ -73,10 +73,7 @@ def _usable_before(rule: Rule, candidate: Candidate, n_cut: int) -> int:
 
 
 def worth_a_file(
-    rule: Rule,
-    cuts: Cuts,
-    candidates: tuple[Candidate, ...],
-    pays: Callable[[int, int, bool], bool],
+    rule: Rule, cuts: Cuts, candidates: Sequence[Candidate], pays: Callable[[int, int, bool], bool]
 ) -> Cuts:
     """Return *cuts* without those at which another file of a conversation does not pay.
 

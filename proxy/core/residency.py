@@ -186,6 +186,10 @@ def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
     return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)
 
 
+Pays = Callable[[int, int], bool]
+"""`pays(n_saved, n_tokens)` says whether to save a state of *n_tokens* if a file has *n_saved* of them."""
+
+
 def slot_to_extend(
     conversation: Conversation,
     slots: Collection[Slot],
@@ -193,15 +197,14 @@ def slot_to_extend(
     namespace: Namespace,
     n_ctx: int,
     *,
-    pays: Callable[[int, int], bool],
+    pays: Pays,
     is_pinned: bool,
 ) -> Slot | None:
     """Return the free slot that a request continues without a plan; None if the request needs a plan.
 
     The choice is by messages alone, before the prompt is rendered. llama-server compares the tokens in any
-    case: a wrong choice costs tokens, never an answer. `pays(n_saved, n_tokens)` says whether to save a
-    state of *n_tokens* if a file has *n_saved* of them. Unless the request *is_pinned*, llama-server
-    chooses its slot.
+    case: a wrong choice costs tokens, never an answer. Unless the request *is_pinned*, llama-server chooses
+    its slot.
     """
     if not rule.can_restore:
         return None
@@ -229,11 +232,7 @@ def slot_to_extend(
 
 
 def _gains_nothing_elsewhere(
-    conversation: Conversation,
-    n_new: int,
-    content: Known,
-    rule: Rule,
-    pays: Callable[[int, int], bool],
+    conversation: Conversation, n_new: int, content: Known, rule: Rule, pays: Pays
 ) -> bool:
     """Return whether neither a stop nor a restore can help a request with so many new messages.
 

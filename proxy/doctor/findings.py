@@ -233,7 +233,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
     if facts.mixes_up_slots:
-        text = "Beside another slot a prompt is answered otherwise: answers and states are wrong."
+        text = "While another slot runs, the answers of a slot are wrong, and so are its states."
         cure = "Start llama-server with --no-repack (a CPU with AMX needs that), or with -np 1"
         cure += "; then remove the wrong states: llama-prefix-cache rm --everything"
         yield limit("several slots", text, cure)

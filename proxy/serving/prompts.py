@@ -53,7 +53,7 @@ _CHECKED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _RenderedPrompt:
+class _Rendered:
     """A prompt as text and as tokens, and its body in the chat form.
 
     `headers` are the client's keys, `namespace` is the tenant's. `digests` are those of its Conversation,
@@ -126,7 +126,7 @@ class PromptReader:
         tokens = await self.known.tokenize(text, headers, namespace)
         digests = (conversation or conversation_of(body)).digests
         n_system = n_leading_system(body.messages)
-        rendering = _RenderedPrompt(text, tokens, body, headers, namespace, digests, n_system)
+        rendering = _Rendered(text, tokens, body, headers, namespace, digests, n_system)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
         if is_before_media:
             cuts = Cuts(await self._header_end(rendering))
@@ -141,7 +141,7 @@ class PromptReader:
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text, is_before_media=is_before_media)
 
-    async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
+    async def _find_cuts(self, rendering: _Rendered, rule: Rule) -> Cuts:
         """Find all cuts. Where a turn starts is remembered from the request that began the turn."""
         body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)
@@ -167,7 +167,7 @@ class PromptReader:
             self._turns[key] = tokens[: shared.n_tokens]
         return replace(cuts, turn_start=_length_if_prefix(self._turns.get(key), tokens))
 
-    async def _header_end(self, rendering: _RenderedPrompt) -> int:
+    async def _header_end(self, rendering: _Rendered) -> int:
         """Return the end of tools and system prompt.
 
         Not every template renders a header alone (Qwen3.5's refuses). So the header is the text that two
@@ -182,7 +182,7 @@ class PromptReader:
                 self._headers[key] = TokenIds("i")
         return _length_if_prefix(self._headers.get(key), rendering.tokens)
 
-    async def _shared_header(self, rendering: _RenderedPrompt) -> TokenIds:
+    async def _shared_header(self, rendering: _Rendered) -> TokenIds:
         body, headers = rendering.body, rendering.headers
         system = body.messages[: rendering.n_system]
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
@@ -192,7 +192,7 @@ class PromptReader:
         pieces = await _to_last_special(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
 
-    async def _message_end(self, rendering: _RenderedPrompt, rule: Rule) -> int:
+    async def _message_end(self, rendering: _Rendered, rule: Rule) -> int:
         """Return the end of the last complete message: where the generation prompt begins.
 
         Every answer begins with a generation prompt (`<|im_start|>assistant`, then `<think>`). If that is
@@ -208,7 +208,7 @@ class PromptReader:
         find = partial(self._compare, rendering, [*messages, *added])
         return max(n_end, min(n_own, await self._cut_at_ending(rendering, "answer", "", find)))
 
-    async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
+    async def _last_turn_end(self, rendering: _Rendered, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
         A rendering with another user text differs from there on. A rendering without that message would
@@ -232,7 +232,7 @@ class PromptReader:
             return await self._cut_at_ending(rendering, "own", own, find)
         return (await find()).n_tokens
 
-    async def _surroundings_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
+    async def _surroundings_end(self, rendering: _Rendered, newest: int | None) -> int:
         """Return where the first user message's leading reminder ends; 0 if it begins with none.
 
         This reminder changes less often than the text after it: Claude Code's environment is followed by
@@ -251,11 +251,7 @@ class PromptReader:
         return (await self._compare_replaced(rendering, newest, others)).n_tokens
 
     async def _cut_at_ending(
-        self,
-        rendering: _RenderedPrompt,
-        kind: str,
-        own: str,
-        find: Callable[[], Awaitable[_Shared]],
+        self, rendering: _Rendered, kind: str, own: str, find: Callable[[], Awaitable[_Shared]]
     ) -> int:
         """Return how many tokens come before a prompt's ending: *own* text, then text of the template.
 
@@ -274,7 +270,7 @@ class PromptReader:
         return n_cut
 
     async def _compare_replaced(
-        self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
+        self, rendering: _Rendered, index: int, others: list[dict[str, object]]
     ) -> _Shared:
         """Return the least that the prompt shares with renderings of one of *others* at *index*."""
         body = rendering.body
@@ -282,7 +278,7 @@ class PromptReader:
         conversations = [[*before, other, *behind] for other in others]
         return min([await self._compare(rendering, messages) for messages in conversations])
 
-    async def _compare(self, rendering: _RenderedPrompt, messages: list[dict[str, Any]]) -> _Shared:
+    async def _compare(self, rendering: _Rendered, messages: list[dict[str, Any]]) -> _Shared:
         """Return how much the prompt shares with the rendering of other *messages*."""
         other = with_messages(rendering.body, messages)
         try:
@@ -297,7 +293,7 @@ class PromptReader:
         other_tokens = await self.known.tokenize(other_text, *named)
         return _Shared(common_prefix_length(rendering.tokens, other_tokens), 0)
 
-    async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
+    async def _tokens_before(self, rendering: _Rendered, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
         tail = rendering.text[n_characters:]
         tokens = self._tails.get(key := (rendering.namespace, tail))
@@ -327,7 +323,7 @@ class PromptReader:
             return TokenIds("i")
         tokens = await self.known.tokenize(text, headers, namespace)
         next_body = GenerationBody(raw, {**body.fields, "messages": messages})
-        rendering = _RenderedPrompt(text, tokens, next_body, headers, namespace)
+        rendering = _Rendered(text, tokens, next_body, headers, namespace)
         shared = await self._compare_replaced(rendering, len(messages) - 1, [other])
         return tokens[: shared.n_tokens]
 
