@@ -1,6 +1,7 @@
 """Clients that leave: what was begun in a slot is finished, and only then is the slot given on."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -9,16 +10,10 @@ from proxy.core.slots import Known
 from proxy.serving import cached, launches
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import (
-    COMPLETION,
-    MESSAGES_FORMS,
-    Form,
-    Rig,
-    hang_up,
-    question,
-    with_image,
-)
+from tests.integration.rig import COMPLETION, Rig, hang_up, question, with_image
 from tests.lab.waiting import until
+
+HELLO = [{"role": "user", "content": " hello"}]
 
 
 async def leave_during(rig: Rig, place: str, name: str) -> Gate:
@@ -88,30 +83,22 @@ async def test_prompt_whose_client_left_before_it_was_sent_is_not_waited_for_in_
         await until(lambda: len(rig.checkpoints) == 2)
 
 
-async def test_leaving_during_the_save_before_an_uncached_request_does_not_cut_it_short(
-    start_rig: StartRig,
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": " other words", "cache_prompt": False}),
+        ("/v1/messages", {"messages": HELLO}),
+        ("/v1/messages", {"messages": with_image(HELLO)}),
+    ],
+    ids=["uncached", "read", "not read"],
+)
+async def test_leaving_during_the_save_before_another_kind_of_request_does_not_cut_it_short(
+    start_rig: StartRig, path: str, body: dict[str, Any]
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
         await rig.chat("a")
         gate = rig.server.hold("save", n_calls=1)
-        body = {"prompt": " other words", "cache_prompt": False}
-        asked = asyncio.ensure_future(rig.post(COMPLETION, body))
-        await gate.reached()
-        await hang_up(asked)
-        assert await stays_leased(rig)
-        gate.open()
-        await until(lambda: rig.checkpoints == [("conversation", 312)])
-
-
-@MESSAGES_FORMS
-async def test_leaving_during_the_save_before_a_messages_request_does_not_cut_it_short(
-    start_rig: StartRig, form: Form
-) -> None:
-    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
-        await rig.chat("a")
-        gate = rig.server.hold("save", n_calls=1)
-        body = {"messages": form([{"role": "user", "content": " hello"}])}
-        asked = asyncio.ensure_future(rig.post("/v1/messages", body))
+        asked = asyncio.ensure_future(rig.post(path, body))
         await gate.reached()
         await hang_up(asked)
         assert await stays_leased(rig)
@@ -127,7 +114,7 @@ async def test_leaving_before_an_uncached_request_was_sent_leaves_every_slot_kno
             await rig.chat(name)
         process = await rig.attached()
         gate = rig.server.hold("slots", n_calls=1)
-        body = {"messages": with_image([{"role": "user", "content": " hello"}])}
+        body = {"messages": with_image(HELLO)}
         asked = asyncio.ensure_future(rig.post("/v1/messages", body))
         await gate.reached()
         await hang_up(asked)
@@ -144,7 +131,7 @@ async def test_leaving_with_an_uncached_answer_leaves_the_other_slots_as_they_we
         for name in "abc":
             await rig.chat(name)
         process = await rig.attached()
-        body = {"messages": with_image([{"role": "user", "content": " hello"}])}
+        body = {"messages": with_image(HELLO)}
         assert (await rig.post("/v1/messages", body)).status == 200
         await until(lambda: rig.n_occupied() == 0)
         assert sum(isinstance(slot.content, Known) for slot in process.slots) == 2

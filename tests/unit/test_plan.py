@@ -19,7 +19,6 @@ from proxy.core.model import (
     SlotId,
 )
 from proxy.core.plan import (
-    MAX_LOST_TOKENS,
     N_ALTERNATIVES,
     NOTHING_DISPLACED,
     SHARED_HEADER_SAVES,
@@ -191,13 +190,6 @@ def test_plan_spares_the_slot_with_unsaved_work() -> None:
 def test_plan_that_displaces_much_unsaved_work_saves_it_first() -> None:
     assert plan(1000, RESTORE_POINTS, Known(branch(0, 5000), NAMESPACE)).start.displacement.saves
     assert not plan(1000, NOTHING, Known(branch(0, 5000), NAMESPACE)).start.displacement.saves
-
-
-def test_plan_that_displaces_little_unsaved_work_does_not_save_it() -> None:
-    few = Known(branch(0, MAX_LOST_TOKENS), NAMESPACE)
-    assert not plan(1000, RESTORE_POINTS, few).start.displacement.saves
-    more = Known(branch(0, MAX_LOST_TOKENS + 1), NAMESPACE)
-    assert plan(1000, RESTORE_POINTS, more).start.displacement.saves
 
 
 def test_plan_over_another_tenants_slot_erases_it_first() -> None:
