@@ -85,7 +85,7 @@ class Metrics:
     (evaluated).
     """
     restored_tokens = _counter()
-    """Those of the reused prompt tokens that came from a restored checkpoint: without the proxy
+    """Reused prompt tokens that came from a restored checkpoint: without the proxy
     they would have been evaluated.
     """
     evaluation_seconds = _counter()

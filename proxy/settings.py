@@ -169,7 +169,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stable: the proxy leaves out the oldest turns, many at once; see docs/context-overflow.md.
     """
     aliases: Aliases = ""
-    """What llama-server calls the models that clients name.
+    """Names of models that clients send, and llama-server's names for them.
 
     Such as `claude-opus-4-6 = qwen`. The proxy passes on any other name unchanged.
     """

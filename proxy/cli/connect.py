@@ -26,7 +26,7 @@ NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
 _MARK = "# llama-prefix-cache connect"
 _NOT_KEPT = {"X-Prefix-Cache": "no-store"}
 _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
-"""What is asked first, after words that no request began with: a second try is new, and no miss."""
+"""The first request asks this, behind words that no request began with: a second try is no miss."""
 
 _USUAL_CONTEXT = 16_384
 

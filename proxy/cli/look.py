@@ -262,7 +262,7 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     settings = command.settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
-    examined = examine(settings, model=model or "", has_default_directory=is_default)
+    examined = examine(settings, model=model or "", is_default=is_default)
     setup = _until_interrupted(examined)
     command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))

@@ -57,7 +57,7 @@ class Launch:
     api_prefix: str = ""
     slot_save_path: str = ""
     n_context_checkpoints: int | None = None
-    """None if nobody has told: `serve` does not see llama-server's command line."""
+    """None if it is not known: `serve` does not see llama-server's command line."""
     has_narrow_batches: bool = False
     """Whether -b is known to be as small as -ub, as a sliding window needs it."""
     has_ram_cache: bool = True

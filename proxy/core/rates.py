@@ -32,7 +32,7 @@ MEMORY = 3.0
 """After so many large measurements, each later one corrects a part by a quarter of the difference."""
 
 _SURPRISE = 0.4
-"""What was learned counts less after a miss of more than this logarithm: 1.5 times, or two thirds."""
+"""Earlier measurements count less after a miss of more than this logarithm: 1.5 times, or two thirds."""
 
 _LARGE_TOKENS = 256
 _LARGE_BYTES = 256 << 10

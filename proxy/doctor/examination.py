@@ -50,14 +50,12 @@ Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
 _HEALTH_SECONDS = 10.0
 
 
-async def examine(
-    settings: Settings, *, model: str = "", has_default_directory: bool = False
-) -> Setup:
+async def examine(settings: Settings, *, model: str = "", is_default: bool = False) -> Setup:
     """Return the facts about the llama-servers and the directory of *settings*.
 
     At a host of models, examine only *model* if it is named. A problem that a person can mend is a fact,
-    and is not raised; SettingsError is, if the proxy's own address is to be examined, or the default
-    directory although the proxy that runs uses another one.
+    and is not raised; SettingsError is, if the proxy's own address is to be examined, or the directory only
+    *is_default* and the proxy that runs uses another one.
     """
     # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
@@ -68,7 +66,7 @@ async def examine(
         except errors.StoreLocked as lock:
             setup.lock = str(lock)
             setup.health = await _health(session, settings)
-        if has_default_directory and not setup.lock and await _health(session, settings):
+        if is_default and not setup.lock and await _health(session, settings):
             raise errors.SettingsError(
                 f"the proxy at {settings.admin} uses another directory than"
                 f" {settings.slot_save_path}: give its --slot-save-path"

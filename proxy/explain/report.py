@@ -51,7 +51,7 @@ MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 MAX_CHATS = 256
 _MAX_OTHERS = 16
-"""So many other tenants' states are searched for what a request missed."""
+"""The states of so many other tenants are searched for tokens that a request missed."""
 LAST, MISS = "last", "miss"
 _N_DIGITS, _N_MODEL = 8, 200
 UNANSWERED = "unanswered"

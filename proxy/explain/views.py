@@ -339,7 +339,7 @@ class History(msgspec.Struct, kw_only=True):
 
 TRACED_TOKENS = 512
 MOST_SECONDS = 10**9
-"""So long may a trace be; no sleep takes ten times as much."""
+"""The longest trace; no sleep takes ten times as long."""
 
 
 class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -173,7 +173,7 @@ class LlamaProcess:
 
     @property
     def last_line(self) -> str:
-        """What it wrote last, such as the progress of a download; empty if it writes to our stderr."""
+        """The last line that it wrote, such as a download's progress; empty if it writes to our stderr."""
         lines = self._written.decode(errors="replace").splitlines()  # a progress bar ends with \r
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 

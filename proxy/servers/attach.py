@@ -384,7 +384,7 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
 PROBE_LENGTHS = (64, model.FULL_WINDOW_TOKENS, 2 * model.FULL_WINDOW_TOKENS)
 """The shortest and the longest that fit into the context are used."""
 BACK_TOKENS = 20
-"""So many tokens before the end of a state a prompt leaves it, to see whether it can be continued there."""
+"""A prompt leaves a state so many tokens before its end, to show whether it can be continued there."""
 
 
 async def learn_rule(process: Process, slot_id: SlotId) -> Rule:

@@ -98,7 +98,7 @@ class Process(ServerServices):
     """Whether llama-server takes a key, by the key's digest."""
     is_one_tenant: bool = False  # whether all keys share states
     tenants: set[bytes] = field(default_factory=set)
-    """Those that have asked, and b"" if keys do not matter."""
+    """The tenants that have sent a request, and b"" if keys do not matter."""
 
     # Requests on their way.
     on_way: "set[Request]" = field(default_factory=set)

@@ -41,7 +41,7 @@ class Services:
     """The newest process of each llama-server. A model that its host has unloaded stays here: requests for
     that model will come back."""
     tier: "Tier | None" = field(default=None, kw_only=True)
-    """What other machines share with this one, if anything."""
+    """The shared store, if there is one."""
 
     def of(self, upstream: LlamaServer, name: str) -> "ServerServices":
         """Return the services of one llama-server; its *name* is empty if there is only one."""

@@ -80,7 +80,7 @@ class Remote:
         self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
         self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
-        """What tenants of this directory are called on all machines that have the key file."""
+        """The names of this directory's tenants on all machines that have the key file."""
         self._owners: dict[Namespace, Owner] = {}
         self._failing: dict[str, int] = {}
 
