@@ -301,7 +301,8 @@ class Claim:
 
     `replaces` are the checkpoints that the file will supersede. `spared_seconds` is the time to evaluate
     the tokens that only this file will have (None: not known). A passing file is deleted as soon as the
-    proxy has read it: it may use up the reserve of free space, and the write budget does not apply.
+    proxy has read it: it may use up the reserve of free space, the write budget does not apply, and nothing
+    refuses it for want of room.
     """
 
     n_bytes: int

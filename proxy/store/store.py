@@ -269,10 +269,11 @@ class CheckpointStore(Catalogue):
             free_bytes += self.going_bytes
             reserve_bytes = 0 if claim.is_passing else reserve_bytes
             n_bytes, limit = self.writes.shortage(self.size_bytes, free_bytes - reserve_bytes)
-            if claim.is_passing and limit is Removal.FREE_SPACE:
-                return  # a passing file is not worth a checkpoint: let its write fail
             victims = self.victims(n_bytes, claim.present, claim.replaces)
-            if (deletable := sum(v.size_bytes for v in victims)) < n_bytes:
+            is_short = (deletable := sum(v.size_bytes for v in victims)) < n_bytes
+            if claim.is_passing and (is_short or limit is Removal.FREE_SPACE):
+                return  # a passing file is not worth a checkpoint: let its write fail
+            if is_short:
                 raise NoRoom(
                     limit,
                     f"{n_bytes:,} bytes are missing ({limit}), and only {deletable:,} are neither in use"

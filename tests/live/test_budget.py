@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lab.conversation import Message, prose, system, user
@@ -83,3 +84,23 @@ async def test_budget_holds_at_every_moment_and_headers_survive(
     assert sampler.largest_bytes > 0.6 * BUDGET
     # An older build would not have written what is cut off only after it was saved.
     assert rewrite is strip_context_checkpoints or sampler.largest_bytes <= BUDGET
+
+
+async def test_slots_that_fill_the_budget_are_adopted_and_the_proxy_caches(
+    start_rig: StartRig,
+) -> None:
+    """Their files fill the budget when the model is examined, and none of them can go."""
+    async with start_rig("full") as rig:
+        for number in range(2):
+            await rig.chat(first_request(number))
+        await rig.settled()
+        assert rig.running.store is not None
+        *_, smaller, larger = sorted(state.size_bytes for state in rig.running.store)
+        budget = smaller + larger + smaller // 2
+        rig.settings = msgspec.structs.replace(rig.settings, max_store_bytes=budget)
+        await rig.restart(server=False)
+        assert n_faults(rig) == 0
+        before = await rig.evaluated()
+        for number in range(2):
+            await rig.chat(first_request(number))
+        assert await rig.evaluated() - before < 2 * SLACK_TOKENS

@@ -285,6 +285,18 @@ async def test_a_passing_file_may_use_the_space_that_is_to_stay_free(
         await store.discard(await store.reserve(claim(is_passing=True)))
 
 
+async def test_a_passing_file_is_not_refused_for_files_that_are_not_committed_yet(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, 2 * SIZE) as store:
+        first, second = [await store.reserve(claim()) for _ in range(2)]
+        await store.settle(first, SIZE)
+        passing = await store.reserve(claim(is_passing=True))
+        await store.settle(passing, SIZE)
+        for name in (passing, second, first):
+            await store.discard(name)
+
+
 # Opening and pins.
 
 
