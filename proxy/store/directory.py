@@ -306,7 +306,9 @@ class StoreDirectory:
         broken = entered - states
         for checkpoint in self._records(broken):
             self.remove(checkpoint)
-        self.write_sidecars(self._records((entered & states) - beside))
+        for record in self._records((entered & states) - beside):
+            with suppress(OSError):  # a full disk: the next opening tries again
+                self.write_sidecars([record])
         lost = self.rebuild.lost if self.rebuild else ()
         orphans = (states | beside) - entered - set(map(id_of, lost))
         for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():

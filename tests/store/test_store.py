@@ -194,6 +194,20 @@ async def test_discard_after_the_commit_leaves_the_checkpoint_and_its_record(
     assert store.files.path(checkpoint.file_name).exists() and store.files.path(record).exists()
 
 
+async def test_store_opens_though_a_missing_record_cannot_be_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        states = [await store.commit(*new_state(store, run_of(300, start=i))) for i in (0, 1000)]
+        records = [store.files.path(store.files.sidecar_name(state.file_name)) for state in states]
+    for record in records:
+        record.unlink()
+    records[0].mkdir()  # writing it fails, even for root
+    with opened(tmp_path) as store:
+        assert len(found(store, run_of(400))) == 1 and records[1].is_file()
+    records[0].rmdir()
+    with opened(tmp_path):
+        assert records[0].is_file()
+
+
 async def test_state_that_was_changed_since_it_was_saved_is_not_committed(
     store: CheckpointStore,
 ) -> None:
