@@ -137,7 +137,7 @@ def as_wished(process: Process, request: Request, prompt: Prompt, plan: Plan) ->
     The text before an image is saved alone: a state with images in it is not.
     """
     n_tokens = prompt.n_tokens
-    if prompt.is_before_media:
+    if prompt.is_before_media and plan.why is not Why.TOO_LONG:
         start = replace(plan.start, n_at_most=sys.maxsize)
         is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
         stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]

@@ -165,3 +165,17 @@ async def test_stopped_answer_to_an_image_is_no_failed_save(
         _, n_later, n_evaluated = await ask(rig, [*asking(1), answer(1), user(2, 10)])
         assert n_evaluated < n_later - 3 * N_TEXT_WORDS  # the text before the image is restored
         assert not rig.sample("drift_total")
+
+
+async def test_image_behind_too_long_a_text_is_refused_as_without_the_proxy(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    arguments = ("--mmproj", str(build_projector(tmp_path / "mmproj.gguf")))
+    async with start_rig("full", n_slots=1, n_ctx=1024, extra_args=arguments) as rig:
+        short = [user(1, 200)]
+        _, n_short, _ = await ask(rig, short)
+        async with rig.client.post(rig.base_url + CHAT, json=as_asked(CHAT, asking(1))) as reply:
+            assert (reply.status, b"exceeds" in await reply.read()) == (400, True)
+        _, n_later, n_evaluated = await ask(rig, [*short, answer(1), user(2, 10)])
+        assert n_evaluated <= n_later - n_short + SLACK_TOKENS
+        assert not (rig.n_faults() or rig.sample("restores_total", result="done"))
