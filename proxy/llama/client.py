@@ -306,6 +306,15 @@ class LlamaServer:
             return ""
         return headers.get("Process-Start-Time-Unix", "")
 
+    async def is_replaced(self, process_id: str) -> bool:
+        """Return whether another process than *process_id* answers, also where no look has seen it yet.
+
+        A small model is loaded in less than the time between two looks.
+        """
+        with suppress(UpstreamRefused, UpstreamUnreachable):
+            return await self.process_id(await self.props()) != process_id
+        return False
+
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
         return await self.call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)

@@ -89,8 +89,7 @@ class Process(ServerServices):
     """Whether an answer broke off since the process was last known to run."""
     disabled_shapes: set[str] = field(default_factory=set)
     """Kinds of requests whose tokens the proxy predicted wrongly."""
-    unsupported_paths: set[str] = field(default_factory=set)
-    """Routes that llama-server has answered with 501."""
+    unsupported_paths: set[str] = field(default_factory=set)  # routes that were answered with 501
 
     # Clients' API keys.
     asks_for_key: bool = True  # whether llama-server refuses requests without a key
@@ -384,6 +383,9 @@ class Process(ServerServices):
         self.rates = self.rates.after_restore(
             checkpoint.size_bytes, waited_seconds + seconds, is_warm=restored.is_warm
         )
+        if await self.upstream.is_replaced(self.id):
+            await self.erase(slot_id)  # its attach would take the state for one of its own
+            raise errors.UpstreamUnreachable("another process has restored the state")
         if n_restored != checkpoint.n_tokens:
             raise errors.UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 

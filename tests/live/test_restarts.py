@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import gguf
 import pytest
 
 from proxy import app
+from proxy.llama.client import LlamaServer
 from proxy.servers import background
 from tests.lab.conversation import agent_requests, system, tool_call, tool_result, tools, user
 from tests.lab.models import model_path
@@ -243,3 +245,41 @@ async def test_conversation_that_is_sent_again_from_its_beginning_finds_its_file
         again = await ask(1)
         assert first[-1] > 300 and again[-1] < 100
         assert kind != "full" or max(again) < 100
+
+
+def with_another_layer(model: bytes) -> bytes:
+    """Return a model of the same shape that computes other values, as another fine-tune does."""
+    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    values = next(t for t in reader.tensors if t.name == "blk.0.attn_v.weight")
+    begin, end = int(values.data_offset), int(values.data_offset + values.n_bytes)
+    turned = model[begin + values.n_bytes // 2 : end] + model[begin : end - values.n_bytes // 2]
+    return model[:begin] + turned + model[end:]
+
+
+async def test_model_that_is_replaced_between_two_looks_gets_no_state_of_the_other(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model is loaded in less than the second between two looks."""
+    monkeypatch.setattr("proxy.servers.server.WATCH_SECONDS", 1e6)
+    other = tmp_path / "other.gguf"
+    async with start_rig("full", n_slots=1) as rig:
+        other.write_bytes(with_another_layer(rig.server.model.read_bytes()))
+        for conversation in (0, 1):
+            await rig.post(CHAT, body(conversation, 0))
+            await rig.settled()
+        restore = LlamaServer.restore
+
+        async def restore_into_another(*given: Any) -> Any:
+            monkeypatch.setattr(LlamaServer, "restore", restore)
+            await asyncio.to_thread(rig.server.kill)
+            rig.server.model = other
+            await asyncio.to_thread(rig.server.start)
+            return await restore(*given)
+
+        monkeypatch.setattr(LlamaServer, "restore", restore_into_another)
+        reply = await rig.post(CHAT, body(0, 1))
+        assert rig.server.model is other
+        await rig.restart(server=False)  # what the slot holds is taken up as this model's
+        later = await rig.post(CHAT, body(0, 2))
+        assert reply["choices"] == cold(rig, 0, 1)["choices"]
+        assert later["choices"] == cold(rig, 0, 2)["choices"]
