@@ -72,10 +72,11 @@ def counts_tokens(method: str, path: str) -> bool:
 def may_be_read_as_another(raw_path: str, path: str) -> bool:
     """Return whether a server may find another route in *raw_path* than *path*, which is decoded.
 
-    llama-server decodes %uXXXX, too (decode_path_component in cpp-httplib). Servers before it resolve dots.
+    llama-server decodes %uXXXX, too (decode_path_component in cpp-httplib), and drops what stands behind #,
+    where aiohttp looks for the query. Servers before it resolve dots.
     """
     is_odd = "%u" in raw_path.partition("?")[0] or ".." in path.split("/")
-    return is_odd or not raw_path.startswith("/")
+    return is_odd or "#" in raw_path or not raw_path.startswith("/")
 
 
 def changes_server_state(method: str, path: str) -> bool:

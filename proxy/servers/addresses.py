@@ -23,12 +23,13 @@ from proxy.core.launch import Launch
 from proxy.core.residency import Residents, next_step
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models, recognise
-from proxy.llama.requests import UNLOAD_ONE, unloads_models
+from proxy.llama.requests import UNLOAD_ONE, is_too_deep, unloads_models
 from proxy.log import get_logger
 from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
+from proxy.serving.request import Request
 from proxy.serving.services import ServerServices, Services
 from proxy.settings import Settings
 from proxy.tasks import Tasks
@@ -382,6 +383,16 @@ class Addresses:
     def has_models(self) -> bool:
         """Whether requests must name their model."""
         return bool(self._hosts)
+
+    def require_named(self, request: Request) -> None:
+        """Raise ProxyError if a host of models may read which one a body is for, and the proxy cannot.
+
+        It would run in a slot that nobody has leased. Nobody looks up sounds, which come in forms.
+        """
+        if not self.has_models or request.body is not None or "/audio/" in request.path:
+            return
+        if not request.is_json or is_too_deep(request.raw):
+            raise errors.ProxyError("which model this body is for cannot be read here", 400)
 
     async def find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
         """Return a host that has a model, loaded if possible, and the model's name there."""

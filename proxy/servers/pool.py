@@ -61,6 +61,7 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
+            self.require_named(request)
             lending = self.lent(request.model, request.arrived_at, request.keys)
             async with lending if lent is None else nullcontext(lent) as servers:
                 with suppress(OutOfCells):  # raised once a request: then the client gets the error

@@ -173,7 +173,7 @@ class Front:
 def _check(incoming: web.Request) -> None:
     """Raise ProxyError for a request that llama-server may read otherwise than the proxy does."""
     if requests.may_be_read_as_another(incoming.raw_path, incoming.path):
-        raise ProxyError("the request target must be a path without %u and ..", 400)
+        raise ProxyError("the request target must be a path without %u, # and ..", 400)
     if not HttpVersion10 <= incoming.version <= HttpVersion11:
         raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
     if not names_one_client(incoming.headers):

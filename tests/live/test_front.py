@@ -49,6 +49,8 @@ DIFFERENT = {
     "OPTIONS *": (_OPTIONS, 200, 404),
     "%u in the path": (post(b"/%u0063ompletion", chat(prompt="a")), 200, 400),
     "slots behind %u": (post(b"/%u0073lots/0?action=erase", b"{}"), 200, 400),
+    "# before the query": (post(b"/completion#?", chat(prompt="a")), 200, 400),
+    "adapters behind #": (post(b"/lora-adapters#?", b"[]"), 200, 400),
     "dots in the path": (get(b"/x/../v1/models"), 404, 400),
     "encoded dots in the path": (get(b"/x/%2e%2E/v1/models"), 404, 400),
     "a key twice": (post(CHAT, chat(), b"X-Api-Key: a\r\nX-Api-Key: b\r\n"), 200, 400),

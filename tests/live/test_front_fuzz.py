@@ -97,7 +97,7 @@ def class_of(status: int) -> str:
 
 
 def is_valid(raw: bytes) -> bool:
-    """Return whether a request violates nothing that h11 knows of, and has no header twice."""
+    """Return whether a request violates nothing that h11 knows of, and has no header twice, no fragment."""
     connection = h11.Connection(h11.SERVER)
     try:
         connection.receive_data(raw)
@@ -107,7 +107,8 @@ def is_valid(raw: bytes) -> bool:
     except h11.RemoteProtocolError:
         return False
     names = re.findall(rb"(?m)^([^:\n]+):", raw.partition(b"\r\n\r\n")[0].lower())
-    return isinstance(event, h11.EndOfMessage) and len(names) == len(set(names))
+    is_target = b"#" not in raw.partition(b"\r\n")[0]
+    return isinstance(event, h11.EndOfMessage) and len(names) == len(set(names)) and is_target
 
 
 @st.composite

@@ -15,6 +15,7 @@ from proxy.llama.client import LlamaServer
 from tests.lab.conversation import prose, system, tools, user
 from tests.lab.raw_bytes import post, status_of
 from tests.lab.rig import Rig
+from tests.lab.router import Router, link_models
 from tests.lab.server import request
 from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
 from tests.live.conftest import StartRig
@@ -218,6 +219,44 @@ async def test_nobody_gets_anything_of_another_by_a_form(start_rig: StartRig) ->
                 answer = await reply.json()
             assert reply.status == 200, answer
             assert answer["timings"]["cache_n"] == 0, path
+
+
+def form(**texts: str) -> bytes:
+    """Return a form with the boundary X."""
+    named = "--X\r\nContent-Disposition: form-data; name={}\r\n\r\n{}\r\n"
+    return "".join([*itertools.starmap(named.format, texts.items()), "--X--\r\n"]).encode()
+
+
+def for_model_a(text: str) -> bytes:
+    return json.dumps({"model": "a", "prompt": text, "n_predict": 1}).encode()
+
+
+FORM, END = {"Content-Type": "multipart/form-data; boundary=X"}, 'root ::= "a"'
+FOR_B = 'name="model"\r\n\r\nb\r\n'
+UNREADABLE: dict[str, tuple[dict[str, str], Callable[[str], bytes]]] = {
+    "deep": ({}, lambda text: PARSED_BY_LLAMA_SERVER_ONLY["deep"] % for_model_a(text)[1:]),
+    "encoded": ({"Content-Encoding": "identity"}, for_model_a),
+    "form": (FORM, lambda text: form(model="a", prompt=text, grammar=END)),
+    "form for b": (FORM, lambda text: form(x=FOR_B, model="a", prompt=text, grammar=END)),
+}
+"""Bodies for the model a, in which the proxy does not see that."""
+
+
+async def test_body_whose_model_cannot_be_read_gets_nothing_of_another_at_a_router(
+    tmp_path: Path, directory: Path
+) -> None:
+    models = link_models(tmp_path / "models", {"a": "full", "b": "full"})
+    keyed = {"extra_args": KEYED["extra_args"], "models_max": 2, "n_ctx": 8192}
+    router = Router(models, directory, log_path=tmp_path / "router.log", **keyed)
+    async with Rig(router, directory, upstream_api_key="own") as rig:
+        url = rig.base_url + "/completion"
+        for seed, (name, (headers, body)) in enumerate(UNREADABLE.items()):
+            for model, text in (("a", prose(seed, 300)), ("b", "a b c")):
+                fields = {"model": model, "prompt": text, "n_predict": 1}
+                await rig.post("/completion", fields, headers=bearer("ann"))
+            given = {"data": body(prose(seed, 300)), "headers": headers | bearer("bob")}
+            async with rig.client.post(url, **given) as reply:
+                assert (name, reply.status) == (name, 400), await reply.text()
 
 
 async def test_nobody_s_prompt_is_read_sooner_for_what_another_has_sent(
