@@ -205,10 +205,10 @@ def _read_recurrent(reader: Reader) -> FoundSection:
         require(n_sequences == 0 and position >= 0, "is no recurrent section")
     is_transposed, n_layers = reader.numbers("II")
     require(not is_transposed and 1 <= n_layers <= _MAX_LAYERS, "is no recurrent section")
-    rows = []
+    rows: list[tuple[int, int]] = []
     # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
     # number is not in the file. All are F32 (0), and no other section begins like that.
-    while reader.peek() == 0:
+    while reader.peek() == 0 and len(rows) <= 2 * n_layers:
         rows.append(_skip_tensor(reader, n_cells))
     is_known = len(rows) % 2 == 0 and len(rows) <= 2 * n_layers
     require(is_known, "has recurrent tensors of an unknown kind")

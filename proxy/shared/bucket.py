@@ -169,8 +169,10 @@ class Bucket:
             self._store = self._obstore.store.LocalStore(directory)
             # What is written when its process is killed stays under such a name, and is not listed.
             for half in directory.glob(f"{objects.VERSION}/*/*#*"):
-                with suppress(OSError):
-                    if time.time() - half.stat().st_mtime > ORPHAN_SECONDS:
+                name = str(half.relative_to(directory)).partition("#")[0]
+                with suppress(OSError):  # another file there is not ours: a link may lead anywhere
+                    is_old = time.time() - half.stat().st_mtime > ORPHAN_SECONDS
+                    if is_old and listed(name, 0, 0.0):
                         half.unlink()
 
     async def _next(self, coming: Any, seconds: float = _SILENT_SECONDS) -> Any:

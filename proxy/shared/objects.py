@@ -114,6 +114,9 @@ def decode_meta(data: bytes) -> Meta:
     record = meta.checkpoint
     if not (0 < record.n_tokens < 1 << 31 and 0 <= record.size_bytes < 1 << 51):
         raise ValueError("its sizes are none")
+    sizes = [part.n_bytes for part in record.content]
+    if min(sizes, default=0) < 0 or sum(sizes) != record.size_bytes:
+        raise ValueError("its parts are none")
     if any(len(each) != _HASH_BYTES for each in (*meta.hashes, *meta.points.values())):
         raise ValueError("its hashes are none")
     return meta

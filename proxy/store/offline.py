@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from secrets import token_hex
-from typing import IO
+from types import SimpleNamespace
+from typing import IO, Any
 
 import msgspec
 
@@ -174,6 +175,7 @@ def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
 # tokens that it holds.
 
 _CHUNK_BYTES = 4 << 20
+_UNREADABLE = tarfile.TarError, ValueError, OverflowError, RecursionError
 
 
 def read_records(files: StateFiles) -> list[Sidecar]:
@@ -261,7 +263,7 @@ def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Importe
     imported = Imported()
     there = store.index.all()  # read once: no other process writes while the directory is locked
     try:
-        with tarfile.open(file, "r:") as tar:
+        with file.open("rb") as read, tarfile.open(fileobj=_in_pieces(read), mode="r:") as tar:
             while (head := tar.next()) is not None:
                 sidecar = decode_sidecar(_open(tar, head).read(MOST_RECORD_BYTES))
                 if sidecar is None or sidecar.owner is None:
@@ -278,8 +280,8 @@ def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Importe
                     imported.entered.append(entered)
                     there.append(entered)
                 note(record.size_bytes)
-    except (tarfile.TarError, StoreFault, OSError) as error:
-        is_other = isinstance(error, tarfile.TarError)
+    except (StoreFault, OSError, *_UNREADABLE) as error:
+        is_other = not isinstance(error, StoreFault | OSError)
         why = "it is not what `export` writes" if is_other else in_words(error)
         # An OSError names its file itself.
         place = "" if isinstance(error, OSError) else f"{file}: "
@@ -287,6 +289,17 @@ def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Importe
         told = stayed if imported.entered else "nothing of it was entered"
         raise StoreFault(f"{place}{why}; {told}") from error
     return imported
+
+
+def _in_pieces(file: IO[bytes]) -> Any:
+    """Return a file that gives no more at once than a piece: tarfile reads some heads whole."""
+
+    def read(n_bytes: int) -> bytes:
+        if not 0 <= n_bytes <= _CHUNK_BYTES:
+            raise ValueError("a head of such a size")
+        return file.read(n_bytes)
+
+    return SimpleNamespace(read=read, seek=file.seek, tell=file.tell)
 
 
 def entered_as(

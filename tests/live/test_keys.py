@@ -246,16 +246,16 @@ async def test_body_whose_model_cannot_be_read_gets_nothing_of_another_at_a_rout
     tmp_path: Path, directory: Path
 ) -> None:
     models = link_models(tmp_path / "models", {"a": "full", "b": "full"})
-    keyed = {"extra_args": KEYED["extra_args"], "models_max": 2, "n_ctx": 8192}
-    router = Router(models, directory, log_path=tmp_path / "router.log", **keyed)
+    options: dict[str, Any] = {"models_max": 2, "n_ctx": 8192, "log_path": tmp_path / "router.log"}
+    router = Router(models, directory, extra_args=KEYED["extra_args"], **options)
     async with Rig(router, directory, upstream_api_key="own") as rig:
         url = rig.base_url + "/completion"
         for seed, (name, (headers, body)) in enumerate(UNREADABLE.items()):
             for model, text in (("a", prose(seed, 300)), ("b", "a b c")):
                 fields = {"model": model, "prompt": text, "n_predict": 1}
                 await rig.post("/completion", fields, headers=bearer("ann"))
-            given = {"data": body(prose(seed, 300)), "headers": headers | bearer("bob")}
-            async with rig.client.post(url, **given) as reply:
+            data, headers = body(prose(seed, 300)), headers | bearer("bob")
+            async with rig.client.post(url, data=data, headers=headers) as reply:
                 assert (name, reply.status) == (name, 400), await reply.text()
 
 

@@ -16,10 +16,17 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.model import Checkpoint, Family, KnownNamespace, Quarantine, tenant_namespace
+from proxy.core.model import (
+    Checkpoint,
+    Family,
+    FilePart,
+    KnownNamespace,
+    Quarantine,
+    tenant_namespace,
+)
 from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
-from proxy.store.directory import LOCK_NAME, StoreDirectory
+from proxy.store.directory import LOCK_NAME, Sidecar, StoreDirectory, encode_sidecar
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.known_models import (
@@ -307,6 +314,42 @@ def test_record_without_bound_is_refused_before_it_is_read(tmp_path: Path) -> No
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < head.size // 4
+
+
+@pytest.mark.parametrize("size_bytes", [-512, 64 << 30, 1 << 60])
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_head_of_any_size_is_refused_before_it_is_read(
+    file: Path, tmp_path: Path, kind: bytes, size_bytes: int
+) -> None:
+    """A file with holes takes no room on the disk, and all of it in memory."""
+    head = tarfile.TarInfo("x")
+    head.size, head.type = size_bytes, kind
+    with (bomb := tmp_path / "bomb").open("wb") as target:
+        target.write(head.tobuf(tarfile.GNU_FORMAT) + file.read_bytes())
+        target.truncate(max(0, min(size_bytes, 64 << 30)) + (1 << 20))
+    with pytest.raises(StoreFault, match="not what `export` writes; nothing of it was entered"):
+        take(tmp_path / "store", bomb)
+
+
+def test_record_of_impossible_parts_is_refused(directory: Path, tmp_path: Path) -> None:
+    (record, *_) = read_records(files := StateFiles(directory))
+    lying = replace(record.checkpoint, parts=(FilePart(1 << 63, b""),) * 2)
+    told = encode_sidecar(Sidecar(lying, record.owner))
+    with tarfile.open(crafted := tmp_path / "crafted", "w") as tar:
+        for content in (told, files.path(lying.file_name).read_bytes()):
+            head = tarfile.TarInfo("x")
+            head.size = len(content)
+            tar.addfile(head, io.BytesIO(content))
+    with pytest.raises(StoreFault, match="not what `export` writes"):
+        take(tmp_path / "store", crafted)
+
+
+def test_heads_without_end_are_refused(file: Path, tmp_path: Path) -> None:
+    head = tarfile.TarInfo("x")
+    head.pax_headers = {"a": "b"}
+    (bomb := tmp_path / "bomb").write_bytes(head.tobuf()[:1024] * 2000 + file.read_bytes())
+    with pytest.raises(StoreFault, match="not what `export` writes"):
+        take(tmp_path / "store", bomb)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 9)])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 import obstore
 import pytest
 
@@ -32,7 +33,7 @@ from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket
-from proxy.shared.objects import Listed, Sealing
+from proxy.shared.objects import Listed, Sealing, decode_meta
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import UNREAD_SECONDS
@@ -239,6 +240,38 @@ async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_
             "it is there"
         )
         assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
+
+
+@pytest.mark.parametrize("parts", [(), ((-5, b""), (5, b"")), ((1 << 63, b""),)])
+async def test_record_of_impossible_parts_is_refused_and_hides_no_other(
+    start: Start, tmp_path: Path, parts: tuple[Any, ...]
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", sealing=Sealing()) as a, start("b", sealing=Sealing()) as b:
+        await a.save(tokens)
+        (meta,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".meta")
+        told = decode_meta(meta.read_bytes())
+        record = told.checkpoint
+        lying = replace(record, parts=(*parts, *record.parts) if parts else (), checksum="none")
+        written = msgspec.msgpack.encode(msgspec.structs.replace(told, checkpoint=lying))
+        meta.with_name("f" * 12 + meta.name[12:]).write_bytes(written)
+        assert [c.checkpoint.shared_id for c in await b.find(tokens)] == [meta.stem]
+
+
+async def test_only_what_a_write_has_left_there_is_swept(start: Start, tmp_path: Path) -> None:
+    """Whoever may write to the folder can also lay a link there."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    async with start("a") as a:
+        await a.save(run_of(3000))
+    (state,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".state")
+    (state.parent.parent / "link").symlink_to(elsewhere)
+    half, others = state.with_name(f"{state.name}#1"), elsewhere / "#notes#"
+    for path in (half, others):
+        path.touch()
+        os.utime(path, (0, 0))
+    async with start("a") as a:
+        await a.find(run_of(3000))
+        assert not half.exists() and others.exists()
 
 
 async def test_slow_listing_is_begun_only_for_a_request_that_may_be_spared_more(

@@ -1,6 +1,8 @@
 """Reading llama-server's state files, whole, damaged and unknown."""
 
+import os
 import struct
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StateFileMalformed
-from proxy.llama.files import Section, StateFile, read_state_file
+from proxy.llama.files import Reader, Section, StateFile, read_state_file
 from tests.unit.state_files import (
     F16_ROW,
     F32_ROW,
@@ -177,6 +179,22 @@ def test_has_every_position_without_any_section_is_false(path: Path) -> None:
 def test_read_of_what_is_no_state_file_raises_malformed(path: Path, data: bytes) -> None:
     with pytest.raises(StateFileMalformed):
         read(path, data)
+
+
+def test_read_of_tensors_without_end_is_opaque_and_reads_few(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with holes has any number of them for nothing."""
+    path.write_bytes(state_file(words(TOKENS), struct.pack("<III", 0, 0, 2)))
+    os.truncate(path, 1 << 20)
+    numbers, n_read = Reader.numbers, count()
+
+    def counted(reader: Reader, layout: str) -> tuple[int, ...]:
+        next(n_read)
+        return numbers(reader, layout)
+
+    monkeypatch.setattr(Reader, "numbers", counted)
+    assert read_state_file(path).sections is None and next(n_read) < 1000
 
 
 def test_read_of_a_missing_file_raises_os_error(tmp_path: Path) -> None:
