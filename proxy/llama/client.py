@@ -424,7 +424,7 @@ class LlamaServer:
             if key:
                 content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
             return msgspec.json.decode(content, type=kind)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, RecursionError) as error:
             raise UpstreamRefused(200, f"{path}: reply not understood") from error
 
     async def _read(

@@ -222,7 +222,9 @@ class Swap(ModelHost):
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
             return asked, path[2:] if path.startswith("/v/") else path
-        # A model's name may have slashes: the longest beginning that is a model's name is taken.
+        # A model's name may have slashes: the longest beginning that is a model's name is taken. Spaces at
+        # the end are dropped (FindModelInPath).
+        path = path.strip()
         parts = path.removeprefix(_UPSTREAM).split("/")
         names = ["/".join(parts[:n]) for n in range(min(len(parts), _MOST_PARTS), 0, -1)]
         # Else the shortest name that is followed by a path that the proxy treats specially: no such path

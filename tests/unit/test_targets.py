@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from proxy.errors import UpstreamRefused
 from proxy.llama.client import LlamaServer, Target
+from proxy.llama.connection import new_session
 from proxy.llama.hosts import Models, Router, Swap
 from tests.lab.server import REPOSITORY
 
@@ -72,6 +74,7 @@ def test_llama_swap_is_asked_by_path() -> None:
         ("/upstream/team/gpt/slots/0", ("team/gpt", "/slots/0")),
         ("/upstream/team/gpt//slots/0", ("team/gpt", "//slots/0")),
         ("/upstream/team/gpt/v1/messages", ("team/gpt", "/v1/messages")),
+        ("/upstream/qwen/v1/messages\xa0 \n", ("qwen", "/v1/messages")),
         ("/v1/models", ("asked", "/v1/models")),
     ],
 )
@@ -135,3 +138,15 @@ def test_own_calls_load_no_model_at_a_llama_swap_set_up_as_the_guide_says() -> N
     assert {"/slots", "/props", "/completion", "/v1/models"} <= paths
     assert [path for path in sorted(paths) if not re.search(ignored, path)] == []
     assert not re.search(ignored, "/health")
+
+
+async def test_reply_that_is_nested_too_deep_is_not_understood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def read(*_: Any) -> tuple[dict[str, str], bytes]:
+        return {}, b'{"modalities":' + b'{"a":' * 100_000
+
+    monkeypatch.setattr(LlamaServer, "_read", read)
+    async with new_session() as session:
+        with pytest.raises(UpstreamRefused, match="not understood"):
+            await LlamaServer(session, Target("http://127.0.0.1:1"), None).props()
