@@ -87,8 +87,8 @@ def _is_no_clients_fault(record: logging.LogRecord) -> bool:
 
 
 def _without_words(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    event.pop("says", None)
-    return event
+    told = {name: value for name, value in event.items() if name != "says"}
+    return {n: _CONTROLS.sub("�", v) if isinstance(v, str) else v for n, v in told.items()}
 
 
 def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
@@ -100,8 +100,8 @@ def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
         says = f"{level}: {says or told}"
     if not says:
         raise structlog.DropEvent
-    said = _CONTROLS.sub("�", f"{event['timestamp']}  {says}")  # a client's path may have such
-    return "\n".join(filter(None, [said, trace]))
+    said = "\n".join(filter(None, [f"{event['timestamp']}  {says}", trace]))
+    return _CONTROLS.sub("�", said)  # a client's path may have such
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:

@@ -51,9 +51,13 @@ class Exit(IntEnum):
 def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
     said = in_words(complaint) if isinstance(complaint, BaseException) else str(complaint)
-    lines = (shortened(line, len(line)) for line in said.split("\n"))  # it may quote what it read
-    click.echo("llama-prefix-cache: " + "\n".join(lines), err=True)
+    click.echo(f"llama-prefix-cache: {visible(said)}", err=True)
     sys.exit(exit_status)
+
+
+def visible(said: str) -> str:
+    """Return lines without what a terminal obeys: they may quote what was read."""
+    return "\n".join(shortened(line, len(line)) for line in said.split("\n"))
 
 
 def agree(question: str) -> None:
@@ -101,7 +105,7 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     """Return a table without borders."""
     table = Table.grid(padding=(0, 2))
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(visible(cell) if isinstance(cell, str) else cell for cell in row))
     for column in table.columns:
         column.overflow = "fold"  # a path that is cut is of no use
     return table
@@ -112,7 +116,7 @@ def answer(content: object, shown: object) -> None:
     if _is_on("json"):
         click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
     else:
-        click.echo(shown if isinstance(shown, str) else in_lines(shown, console()))
+        click.echo(visible(shown) if isinstance(shown, str) else in_lines(shown, console()))
 
 
 def in_lines(content: object, shown: Console) -> str:

@@ -10,6 +10,8 @@ import re
 import secrets
 import sys
 import tomllib
+from functools import partial
+from math import inf
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -19,6 +21,7 @@ import msgspec
 import yaml
 
 from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
+from proxy.explain.sketch import shortened
 from proxy.store.files import replacing
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
@@ -129,21 +132,27 @@ def _short_context(n_ctx: int) -> str:
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a client's entry of clients.yaml with the *facts* filled in."""
-    quoted = {k: json.dumps(v).removeprefix('"').removesuffix('"') for k, v in facts.items()}
+    quoted = {key: _in_quotes(str(value)) for key, value in facts.items()}
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
+
+
+def _in_quotes(text: str) -> str:
+    """Return a text as it stands between the quotes of YAML."""
+    return str(yaml.safe_dump(text, default_style='"', width=inf)).strip()[1:-1]
 
 
 def written(path: Path, content: dict[str, Any]) -> str:
     """Return the text of a file with this content; a file of another kind has variables."""
     match path.suffix:
         case ".toml":
-            return "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
+            quoted = partial(json.dumps, ensure_ascii=False)
+            return "".join(f"{name} = {quoted(value)}\n" for name, value in content.items())
         case ".yaml" | ".yml":
             return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
         case ".json" | ".jsonc":
             return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    return "".join(f"{name}={value}\n" for name, value in content.items())
+    return "".join(f"{name}={shortened(value, len(value))}\n" for name, value in content.items())
 
 
 def merged(there: Any, content: Any) -> Any:

@@ -98,7 +98,7 @@ _PARTS = {
 def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
-    by = f"  by {request.server}" if request.server else ""
+    by = f"  by {_visible(request.server)}" if request.server else ""
     # The cause decides: a miss may have reused something, and a first sight is no miss.
     others = {Cause.FIRST_SIGHT: "new", Cause.REFUSED: f"refused (status {request.status})"}
     named = "miss" if request.cause.is_miss else others.get(request.cause, request.outcome)
@@ -294,14 +294,14 @@ def report(setup: Setup) -> Group:
     for about, group in groupby(findings, key=lambda finding: finding.about):
         lines.append(Text())
         if has_headings:
-            lines.append(Text(about or "all", style="bold underline"))
+            lines.append(Text(_visible(about or "all"), style="bold underline"))
         lines.append(command.table_of(_row(finding, n_columns) for finding in group))
     return Group(*lines)
 
 
 def _row(finding: Finding, n_columns: int) -> list[Text]:
     mark, style = _SHOWN[finding.severity]
-    body = Text(finding.text)
+    body = Text(command.visible(finding.text))
     if finding.cure:
         body.append(f"\n-> {finding.cure}", style="bold")
     topic = Text(finding.topic.ljust(n_columns), no_wrap=True)

@@ -389,9 +389,8 @@ class Addresses:
 
         It would run in a slot that nobody has leased. Nobody looks up sounds, which come in forms.
         """
-        if not self.has_models or request.body is not None or "/audio/" in request.path:
-            return
-        if not request.is_json or is_too_deep(request.raw):
+        is_hidden = self.has_models and request.body is None and "/audio/" not in request.path
+        if is_hidden and (not request.is_json or is_too_deep(request.raw)):
             raise errors.ProxyError("which model this body is for cannot be read here", 400)
 
     async def find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:

@@ -260,6 +260,14 @@ def test_words_of_users_are_no_markup(capsys: Capture) -> None:
     assert '"mend [/INST] and [red]this[/red] :bug:"' in capsys.readouterr().out
 
 
+def test_table_has_nothing_that_a_terminal_obeys(capsys: Capture) -> None:
+    console().print(table_of([("a\x1b[31mb", "c\x9b2J\nd")]))
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["a�[31mb", "c�2J"],
+        ["d"],
+    ]
+
+
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
     def first_line(server: str | None) -> str:
         explanation = Explanation(request=record(server, 90, 10), says="", cure="")

@@ -390,6 +390,13 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     assert "\nfull (router)\nok" in text and "\nall\nok" in text
 
 
+def test_report_has_nothing_of_a_llama_server_that_a_terminal_obeys() -> None:
+    setup = hosted(at_host())
+    setup.hosts = [replace(setup.hosts[0], problem="no\x1b]0;title\x07")]
+    setup.llama_servers = [replace(each, name="\x1b[31m") for each in setup.llama_servers]
+    assert "\x1b" not in in_lines(report(setup), console())
+
+
 def test_model_that_one_of_two_hosts_lacks_is_no_problem() -> None:
     setup = hosted(at_host())
     lacks = HostFacts(url="http://other", kind="router", models=("x",), problem="There is no full")

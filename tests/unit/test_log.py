@@ -122,6 +122,21 @@ def test_control_characters_of_a_client_do_not_reach_the_terminal(
     assert line.endswith("path: /slots/\ufffd[31m\ufffd10:00:00  stopped")
 
 
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_control_characters_of_an_error_do_not_reach_the_terminal(
+    capfd: pytest.CaptureFixture[str], level: str
+) -> None:
+    try:
+        with configure_logging(level, "console"):
+            try:
+                raise ValueError("\x1b[31m")
+            except ValueError:
+                get_logger("cache").warning("cache fault", path="/\x1b[31m", exc_info=True)
+    finally:
+        structlog.reset_defaults()
+    assert "\x1b" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(0, "0 s"), (0.0231, "23 ms"), (0.56, "0.56 s"), (9.81, "9.8 s"), (1234.5, "1,234 s")],
