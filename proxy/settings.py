@@ -406,11 +406,16 @@ def default_directory() -> Path:
     return Path(cache, "llama-prefix-cache").absolute()
 
 
+NO_DIRECTORY = (
+    "slot_save_path is missing: give the directory that llama-server has as --slot-save-path, or start"
+    " llama-server by `run`"
+)
+
+
 def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
     """Return the settings with their defaults; raises SettingsError if a needed directory is missing."""
     if "slot_save_path" not in merged:
-        given = "give the directory that llama-server has as --slot-save-path"
-        raise SettingsError(f"slot_save_path is missing: {given}, or start llama-server by `run`")
+        raise SettingsError(NO_DIRECTORY)
     settings = _convert(merged, "settings", strict=False)
     if settings.listen == settings.admin and split_address(settings.listen)[1]:
         raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")

@@ -250,18 +250,19 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     llama-prefix-cache doctor --model qwen3 --slot-save-path ~/slots     at a router or llama-swap
 
     doctor takes the settings of `serve`: the same flags, variables and configuration file. The default
-    directory is that of `run`. If a proxy uses the directory, doctor asks that proxy for its /health and
-    touches no llama-server. Otherwise doctor examines every llama-server of the upstream. Probes run in
-    empty slots and leave nothing behind. At a router or llama-swap, doctor examines the loaded models, or
-    only the model of --model, which is loaded if necessary: the host may unload another model for it.
-    Exit status: 0 caching will work, 1 it will work with limits, 2 it will not work.
+    directory is that of `run`. If a proxy uses the directory, or runs and no directory is given, doctor
+    asks that proxy for its /health and touches no llama-server. Otherwise doctor examines every
+    llama-server of the upstream. Probes run in empty slots and leave nothing behind. At a router or
+    llama-swap, doctor examines the loaded models, or only the model of --model, which is loaded if
+    necessary: the host may unload another model for it. Exit status: 0 caching will work, 1 it will work
+    with limits, 2 it will not work.
     """
     # Half a proxy: other commands start sooner without it.
     from proxy.doctor.examination import examine
 
-    settings = command.settings_of(flags, config, "known")
-    configure_logging("critical", "console")  # the report has what an attach would log
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
+    settings = command.settings_of(flags, config, "any" if is_default else "given")
+    configure_logging("critical", "console")  # the report has what an attach would log
     examined = examine(settings, model=model or "", is_default=is_default)
     setup = _until_interrupted(examined)
     command.answer(json_report(setup), report(setup))

@@ -37,7 +37,7 @@ from proxy.servers.attach import measure_rule
 from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.services import new_shared
-from proxy.settings import Settings, reachable, token_to_show, upstream_urls
+from proxy.settings import NO_DIRECTORY, Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
@@ -53,9 +53,10 @@ _HEALTH_SECONDS = 10.0
 async def examine(settings: Settings, *, model: str = "", is_default: bool = False) -> Setup:
     """Return the facts about the llama-servers and the directory of *settings*.
 
-    At a host of models, examine only *model* if it is named. A problem that a person can mend is a fact,
-    and is not raised; SettingsError is, if the proxy's own address is to be examined, or the directory only
-    *is_default* and the proxy that runs uses another one.
+    At a host of models, examine only *model* if it is named. Where only the default directory could be
+    meant, and a proxy runs that uses another one, only that proxy is asked. A problem that a person can
+    mend is a fact, and is not raised; SettingsError is, if the proxy's own address is to be examined, or
+    there is no default directory.
     """
     # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
@@ -66,12 +67,14 @@ async def examine(settings: Settings, *, model: str = "", is_default: bool = Fal
         except errors.StoreLocked as lock:
             setup.lock = str(lock)
             setup.health = await _health(session, settings)
-        if is_default and not setup.lock and await _health(session, settings):
-            raise errors.SettingsError(
-                f"the proxy at {settings.admin} uses another directory than"
-                f" {settings.slot_save_path}: give its --slot-save-path"
-            )
+        if is_default and not setup.lock:
+            setup.health = await _health(session, settings)
+            if setup.health:
+                setup.lock = "it uses another directory"
+                return setup
         stored = _examine_directory(setup)
+        if is_default and not setup.mode:
+            raise errors.SettingsError(NO_DIRECTORY)
         if setup.problem or setup.lock:
             return setup
         urls = upstream_urls(settings)

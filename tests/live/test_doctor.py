@@ -415,19 +415,24 @@ async def test_running_proxy_that_only_forwards_is_quoted(
     assert "without --slot-save-path" in found.problems()["running proxy"]
 
 
-async def test_proxy_that_uses_another_directory_is_left_alone(
-    start_rig: StartRig, tmp_path: Path
+@pytest.mark.parametrize("has_default_directory", [False, True])
+async def test_doctor_without_a_directory_asks_the_proxy_that_runs(
+    start_rig: StartRig, tmp_path: Path, has_default_directory: bool
 ) -> None:
+    if has_default_directory:
+        (tmp_path / "llama-prefix-cache").mkdir()
     async with start_rig("hybrid") as rig:
         before = os.listdir(rig.settings.slot_save_path)
         environment = {"XDG_CACHE_HOME": str(tmp_path)}
-        (tmp_path / "llama-prefix-cache").mkdir()
-        where = ("--upstream", rig.server.base_url, "--admin", rig.admin_url)
-        result = await asyncio.to_thread(run_doctor, *where, environment=environment)
-        assert result.returncode == 2
-        assert "uses another directory than" in result.stderr
-        assert "give its --slot-save-path" in result.stderr
+        admin = ("--admin", rig.admin_url.removeprefix("http://"))
+        result = await asyncio.to_thread(run_doctor, *admin, environment=environment)
+        assert result.returncode == 0
+        assert "is caching. Its slots were left alone" in " ".join(result.stdout.split())
         assert os.listdir(rig.settings.slot_save_path) == before, "no probe was saved there"
+    result = await asyncio.to_thread(run_doctor, *admin, environment=environment)
+    assert result.returncode == 2
+    if not has_default_directory:
+        assert "or start llama-server by `run`" in result.stderr
 
 
 async def test_address_without_tls_is_named(new_server: NewServer, directory: Path) -> None:
