@@ -67,17 +67,19 @@ class Tier:
             await self.remote.close()
 
     async def _keep_looking(self) -> None:
-        full_at, remote = -_FULL_LOOK_SECONDS, self.remote
+        full_at, remote = dict[str, float](), self.remote
         while True:
-            is_full, done = time.monotonic() - full_at >= _FULL_LOOK_SECONDS, [0.0]
+            done, now = [0.0], time.monotonic()
             try:
                 with suppress(CacheFault):  # it was noted
                     await self.downloads.find_out()
                 served = filter(None, map(remote.folder, remote.present().rates_by))
                 folders = list(dict.fromkeys(served))[:_MAX_NAMESPACES]
-                done = [await self.look(folder, is_full=is_full) for folder in folders]
-                if is_full and done and all(done):
-                    full_at = time.monotonic()
+                due = {f for f in folders if now - full_at.get(f, -inf) >= _FULL_LOOK_SECONDS}
+                done = [await self.look(folder, is_full=folder in due) for folder in folders]
+                if due and all(done):
+                    full_at |= dict.fromkeys(due, time.monotonic())
+                    self.uploads.may_begin.set()
                     with suppress(CacheFault):  # it was noted
                         await self._keep_capacity()
             except Exception as error:

@@ -204,6 +204,8 @@ class Uploads:
         """The checkpoint that is being uploaded; None once its upload is needless."""
         self._wake, self._is_busy = asyncio.Event(), False
         self._wake.set()
+        self.may_begin = asyncio.Event()
+        """Set once all that is there is known: own states may be there from before."""
 
     def note_committed(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.shared_id:
@@ -234,14 +236,16 @@ class Uploads:
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
         self._wake.set()
-        is_failing = partial(self._remote.is_failing, "upload")
+        is_failing = partial(self._remote.is_failing, "upload", "list")
+        is_served = bool(self._remote.present().rates_by)
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds if is_served else 0):
                 while (self._is_busy or self._wake.is_set()) and not is_failing():  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
 
     async def keep_up(self) -> None:
         """Upload what was committed, then delete what is outdated, until cancelled."""
+        await self.may_begin.wait()
         while True:
             await self._wake.wait()
             self._wake.clear()
