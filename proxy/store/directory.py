@@ -177,6 +177,11 @@ class StoreDirectory:
                     path = copy
                 else:
                     self._lock = (path / LOCK_NAME).stat()
+                # What was being saved is of no use, and a full disk may have no other room for the index.
+                names = self.files.names() if mends_index and not is_readonly else ()
+                self._half = [n for n in names if not n.endswith((".state", ".meta"))]
+                for name in self._half:
+                    self.files.remove(name)
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
@@ -292,16 +297,9 @@ class StoreDirectory:
 
         Only names are compared: the content and size of a file are verified before its use.
         """
-        states, beside = set[CheckpointId](), set[CheckpointId]()
-        n_files = 0
-        for name in [*self.files.names()]:  # some of them are removed
-            if name.endswith(".state"):
-                states.add(id_of(name))
-            elif name.endswith(".meta"):
-                beside.add(id_of(name))
-            else:
-                self.files.remove(name)
-                n_files += 1
+        names, n_files = [*self.files.names()], len(self._half)
+        states = {id_of(name) for name in names if name.endswith(".state")}
+        beside = {id_of(name) for name in names if name.endswith(".meta")}
         entered = set(self.index.ids())
         broken = entered - states
         for checkpoint in self._records(broken):

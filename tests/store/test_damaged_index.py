@@ -24,6 +24,7 @@ from proxy.core.model import (
 from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.doctor.examination import read_index
 from proxy.errors import IndexDamaged, StoreFault
+from proxy.store import directory as store_directory
 from proxy.store.files import seal_of
 from proxy.store.index import Index, sound_file
 from proxy.store.known_models import Owner, introduce, namespaces_name, owners, tenants_name
@@ -210,6 +211,22 @@ def test_copy_that_finds_no_room_takes_none(directory: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not (directory / "copy").exists()
+
+
+def test_state_that_was_being_saved_makes_room_before_the_index_is_opened(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a kill -9 on a full disk there may be no other room for the copy of the index."""
+    half, open_index = directory / "lpc-00000000000000aa.saving", store_directory._open_index
+
+    def open_with_room(path: Path, **options: bool) -> Index:
+        assert not half.exists()
+        return open_index(path, **options)
+
+    half.write_bytes(b"half of a state")
+    monkeypatch.setattr(store_directory, "_open_index", open_with_room)
+    with opened(directory) as store:
+        assert store.report["n_files_without_entry"] == 1
 
 
 async def test_index_without_a_file_is_made_anew(directory: Path) -> None:
