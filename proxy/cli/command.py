@@ -251,10 +251,15 @@ class RunningProxy:
         """Return the overview that the live page shows."""
         return self.ask("GET", "/overview", dict[str, Any])
 
+    @staticmethod
+    def why_forwarding(told: dict[str, Any]) -> str:
+        """Return why the proxy only forwards, and what helps, by the overview; empty if it caches."""
+        reasons = told["reasons"] if told["state"] == State.FORWARDING else ()
+        return " ".join(f"{each['reason']} {each['cure']}" for each in reasons)
+
     def clients_side(self, told: dict[str, Any], url: str | None, api_key: str) -> "RunningProxy":
         """Return the listener for clients, at *url* or where the overview tells; exits if it forwards."""
-        if not told["servers"] and told["state"] == State.FORWARDING:
-            why = " ".join(f"{each['reason']} {each['cure']}" for each in told["reasons"])
+        if not told["servers"] and (why := self.why_forwarding(told)):
             fail(why, Exit.UNAVAILABLE)
         listen = reachable(told["listen"], self.address.rpartition(":")[0])
         return RunningProxy(url or listen, api_key, is_admin=False)

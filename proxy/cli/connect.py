@@ -91,7 +91,9 @@ def connect(
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
     if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
-    hint = "\n".join(filter(None, (hint, _short_context(n_ctx) if usual else "")))
+    why = proxy.why_forwarding(told)
+    forwards = why and f"But the proxy saves nothing now. {why}"
+    hint = "\n".join(filter(None, (hint, _short_context(n_ctx) if usual else "", forwards)))
     if not write:
         shown = written(own, content)
         if usual:

@@ -123,10 +123,13 @@ async def _serve_until_told(
                 task.cancel()  # told twice at once: the second time cuts the wait that comes next
             if is_told.is_set():
                 n_requests = len(proxy.shared.journal.in_flight)
-                first = f"finishing requests ({n_requests}), then " if n_requests else ""
-                at_most = f"at most {settings.drain_seconds:g} s" + " each" * bool(n_requests)
-                says = f"{first}saving slots: {at_most}; Ctrl-C again waits no longer"
-                log.info("finishing requests", n_requests=n_requests, says=says)
+                first = [f"finishing requests ({n_requests})"] * bool(n_requests)
+                steps = first + ["saving slots"] * any(p.is_caching for p in proxy.pool.processes)
+                at_most = f": at most {settings.drain_seconds:g} s" + " each" * (len(steps) > 1)
+                hint = f"{at_most}; Ctrl-C again waits no longer" if steps else "stopping"
+                log.info(
+                    "finishing requests", n_requests=n_requests, says=", then ".join(steps) + hint
+                )
     finally:
         if running is not None:
             running.cancel()

@@ -95,7 +95,8 @@ class DegradationKind(StrEnum):
     UNREACHABLE = "llama-server unreachable"
     """llama-server does not answer. Requests wait up to upstream_wait_seconds.
 
-    Start llama-server, or correct `upstream` (--upstream URL).
+    Start llama-server, or correct `upstream` (--upstream URL): without --port, llama-server 0.7.0 listens
+    on 9931.
     """
     SILENT = "llama-server is silent", State.DEGRADED
     """llama-server takes connections but has not answered for seconds. Requests to it wait.
@@ -133,7 +134,8 @@ class DegradationKind(StrEnum):
     NO_SLOT_SAVE_PATH = "no slot save path"
     """llama-server was started without --slot-save-path: nothing can be saved or restored.
 
-    Start it with --slot-save-path, the directory that the proxy has as slot_save_path.
+    Start it with --slot-save-path, the directory that the proxy has as slot_save_path, and with the other
+    flags in docs/llama-server.md; `run` sets all of them.
     """
     OTHER_DIRECTORY = "another slot save path"
     """llama-server saved a slot, but not into slot_save_path.

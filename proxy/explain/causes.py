@@ -26,7 +26,7 @@ class Cause(StrEnum):
     None needed.
     """
     NOT_LOOKED_UP = "not looked up"
-    """The prompt was not looked up; the request's line says why.
+    """The prompt was not looked up. The plan says why; if /health names it, its cure stands there.
 
     See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as they are.
     """

@@ -265,7 +265,8 @@ async def test_second_signal_counts_that_comes_with_the_first(
         try:
             journal = SimpleNamespace(in_flight=[1])
             shared = SimpleNamespace(journal=journal)
-            yield SimpleNamespace(port=1234, admin_port=2, shared=shared)
+            pool = SimpleNamespace(processes=[])
+            yield SimpleNamespace(port=1234, admin_port=2, shared=shared, pool=pool)
         finally:
             await asyncio.sleep(30.0)
 
@@ -278,7 +279,9 @@ async def test_second_signal_counts_that_comes_with_the_first(
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait({serving})
     assert serving.cancelled()
-    assert "clients http://127.0.0.1:1234/v1" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert "clients http://127.0.0.1:1234/v1" in told
+    assert "finishing requests (1): at most 30 s; Ctrl-C again" in told, "there is nothing to save"
 
 
 async def test_llama_server_is_not_called_ready_behind_the_signal(
@@ -299,7 +302,7 @@ async def test_llama_server_is_not_called_ready_behind_the_signal(
     @asynccontextmanager
     async def run_proxy(*_: object, **__: object) -> AsyncIterator[Any]:
         shared = SimpleNamespace(journal=SimpleNamespace(in_flight=[]))
-        pool = SimpleNamespace(are_met=are_met)
+        pool = SimpleNamespace(are_met=are_met, processes=[])
         yield SimpleNamespace(port=1234, admin_port=2, shared=shared, pool=pool)
         is_stopping.set()
         await until(lambda: len(are_ready) == 2)

@@ -42,6 +42,14 @@ async def asked(*arguments: object) -> Any:
     return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
 
 
+async def test_connect_says_that_the_proxy_saves_nothing(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", has_slot_save_path=False) as rig:
+        status, printed = await command("connect", "opencode", "--admin", rig.admin_url)
+    assert (
+        status == 0 and "the proxy saves nothing now. llama-server was started without" in printed
+    )
+
+
 @pytest.mark.parametrize("name", ["opencode", "claude-code", "codex"])
 async def test_client_is_connected_and_its_way_is_cached(
     start_rig: StartRig, tmp_path: Path, name: str

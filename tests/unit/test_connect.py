@@ -239,7 +239,12 @@ def test_only_a_model_that_a_host_does_not_run_is_loaded(
 def test_slot_that_is_too_small_for_an_agent_is_told(
     monkeypatch: pytest.MonkeyPatch, n_ctx: int, is_told: bool
 ) -> None:
-    told = {"servers": [{"n_ctx": n_ctx}], "listen": "127.0.0.1:8081", "reasons": []}
+    told = {
+        "state": "caching",
+        "servers": [{"n_ctx": n_ctx}],
+        "listen": "127.0.0.1:8081",
+        "reasons": [],
+    }
     monkeypatch.setattr(RunningProxy, "told", lambda _: told)
     chosen = {"id": "local-model"}, told["servers"]
     monkeypatch.setattr(RunningProxy, "model_that_runs", lambda *_: chosen)
