@@ -1,6 +1,8 @@
 """llama-server is killed with requests in flight and in the queue: the queue is served by the next one."""
 
 import asyncio
+import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from proxy.servers import background
 from tests.lab.conversation import agent_requests, system, tool_call, tool_result, tools, user
 from tests.lab.models import model_path
 from tests.lab.page_cache import can_tell, folder_on_disk, forget
+from tests.lab.raw_client import RawClient
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.lab.waiting import until
@@ -81,6 +84,11 @@ async def kill(rig: Rig, stream: "asyncio.Task[bytes]") -> None:
     await await_waiting(rig, n_waiting)
 
 
+def text_of(stream: bytes) -> str:
+    events = (json.loads(line[5:]) for line in stream.split(b"\n\n") if line.startswith(b"data: {"))
+    return "".join(event["content"] for event in events)
+
+
 def slots_of(rig: Rig) -> list[dict[str, Any]]:
     return list(rig.server.request("GET", "/slots")[1])
 
@@ -107,6 +115,50 @@ async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: 
             assert n_new < expected["timings"]["prompt_n"] / 3
         n_whole = sum(expected["timings"]["prompt_n"] for expected in alone)
         assert n_evaluated < n_whole / 3 + CANARY_TOKENS
+
+
+async def test_server_that_dies_after_the_first_of_several_completions_is_told_of(
+    start_rig: StartRig,
+) -> None:
+    """The client must not take the half of the second one for all of it; its connection goes on."""
+    async with start_rig("hybrid", n_ctx=2048) as rig:
+        # The first prompt soon fills the context of its slot.
+        prompts = [random.Random(n).choices(range(100, 3000), k=n) for n in (1000, 100)]
+        several = {"prompt": prompts, "n_predict": 900, "stream": True, "ignore_eos": True}
+        with RawClient(rig.base_url, "/completion", several) as client:
+            while b'"stop":true' not in client.answer:
+                await client.read(1 << 16)
+            await asyncio.to_thread(rig.server.kill)
+            seen = await client.read_to_end()
+            assert seen.count(b'"stop":true') == 1
+            assert b"llama-server went away" in seen.splitlines()[-2]
+            await until(lambda: rig.running.server.process is None)
+            client.ask()
+            await await_waiting(rig, 1)
+            await asyncio.to_thread(rig.server.start)
+            assert (await client.read_to_end()).count(b'"stop":true') == 2
+        await rig.settled()
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
+        assert not (await rig.health())["reasons"]
+
+
+async def test_server_that_dies_between_two_requests_of_a_connection_leaves_it_open(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid") as rig:
+        asked = {"prompt": "tell me more " * 60, "n_predict": 12, "temperature": 0, "stream": True}
+        with RawClient(rig.base_url, "/completion", asked) as client:
+            first = await client.read_to_end()
+            await rig.settled()
+            await asyncio.to_thread(rig.server.kill)
+            client.ask()
+            await await_waiting(rig, 1)
+            await asyncio.to_thread(rig.server.start)
+            second = await client.read_to_end()
+        assert text_of(first) == text_of(second) != ""
+        assert rig.sample("restores_total", result="done") == 1
+        await rig.settled()
+        assert not (await rig.health())["reasons"]
 
 
 async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: StartRig) -> None:
