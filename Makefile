@@ -124,7 +124,7 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 SMOLLM2 := $(LAB)/models/smollm2-135m.gguf
 # What the tests need.
 TESTED := $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
-$(SMOLLM2): | $(MODELS)
+$(SMOLLM2): tests/lab/fetch_smollm2.sh | $(MODELS)
 	tests/lab/fetch_smollm2.sh $@ $(BIN)/python
 
 ifeq ($(MODEL),smollm2)
