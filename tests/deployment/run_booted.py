@@ -45,7 +45,7 @@ MAX_EVALUATED_BESIDE_NEW = 32
 
 def prepare(root: Path) -> str:
     """Make a root that boots, with the project installed; return the page's command that starts it."""
-    (block,) = blocks_for(__file__)
+    block = blocks_for(__file__)[0]
     install, _, _, enable, _ = (line.partition("#")[0].strip() for line in block.text.splitlines())
     unpack_debian(root)
     clone(root)
@@ -164,6 +164,14 @@ def outlive(machine: Machine, ending: str, sizes: list[int]) -> None:
     assert main_pid(machine, UNITS[1]) == proxy, machine.journal()
 
 
+def check_as_its_user(machine: Machine) -> None:
+    """Run a command on the directory itself, as the page says; the directory stays the units' alone."""
+    told = machine.printed(blocks_for(__file__)[1].text, must_succeed=True)
+    assert "no problems" in told, told
+    owned = machine.printed("stat -c '%a %U' /var/lib/private/llama-prefix-cache")
+    assert owned.startswith("700 ") and owned != "700 root", owned
+
+
 def use_own_server(machine: Machine, root: Path) -> None:
     """Put another unit in the place of the example, and its user into the proxy's, as the page says."""
     drop_in = next(text for text in re.findall(r"```ini\n(.*?)```", PAGE, re.S) if OWN_USER in text)
@@ -196,6 +204,7 @@ def walk_through(root: Path, enable: str) -> None:
         with timed("after the next boot"):
             turn(machine, sizes)
         machine.printed(f"systemctl stop {both}", must_succeed=True)
+        check_as_its_user(machine)
         use_own_server(machine, root)
         with timed("a llama-server of one's own, as another user"):
             machine.printed(f"systemctl start {both}", must_succeed=True)
