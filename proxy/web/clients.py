@@ -161,7 +161,7 @@ class Front:
             raise ProxyStopped(_CUT) from None
         finally:
             self.n_coming_bytes -= len(body)
-        return requests.with_alias(bytes(body), self.aliases) if self.aliases else bytes(body)
+        return requests.with_alias(bytes(body), self.aliases, at_host=self.pool.has_models)
 
     def _check_size(self, n_bytes: int) -> None:
         if n_bytes > MAX_BODY_BYTES:

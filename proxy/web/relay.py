@@ -48,9 +48,8 @@ class Exchange:
         self._report = report
         self._told = Told()
         self.is_answered = False
-        self._has_begun = False
+        self._has_begun = self._is_in_event = False
         self._has_run_out_of_cells = False
-        self._is_in_event = False
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
@@ -76,6 +75,8 @@ class Exchange:
         try:
             async with upstream.waiting():
                 headers = headers or end_to_end(incoming.headers, without=_REBUILT)
+                if self.request and self.request.body:
+                    headers["Content-Type"] = "application/json"  # llama-swap believes it
                 answer = await upstream.forward(incoming.method, incoming.raw_path, headers, body)
             async with answer:
                 content_type = answer.headers.get("Content-Type", "")

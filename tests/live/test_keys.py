@@ -17,6 +17,7 @@ from tests.lab.raw_bytes import post, status_of
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.server import request
+from tests.lab.swap import Swap
 from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
 from tests.live.conftest import StartRig
 from tests.live.test_commands import asked, command
@@ -257,6 +258,43 @@ async def test_body_whose_model_cannot_be_read_gets_nothing_of_another_at_a_rout
             data, headers = body(prose(seed, 300)), headers | bearer("bob")
             async with rig.client.post(url, data=data, headers=headers) as reply:
                 assert (name, reply.status) == (name, 400), await reply.text()
+
+
+TWO_NAMES = {
+    "keys": ("", "application/json", b'{"model":"a",%b,"model":"b"}'),
+    "a mark and keys": ("", "application/json", b'\xef\xbb\xbf{"model":"a",%b,"model":"b"}'),
+    "the query": ("?model=a", "text/plain", b'{%b,"model":"b"}'),
+    "the query alone": ("?model=a", "text/plain", b"{%b}"),
+}
+"""Where llama-swap finds the model a, and llama-server would find b."""
+
+
+async def test_request_of_two_names_gets_nothing_of_another_at_llama_swap(
+    tmp_path: Path, directory: Path
+) -> None:
+    both = {"both": {"swap": False, "members": ["a", "b"]}}
+    keys: dict[str, Any] = {"groups": both, "apiKeys": ["own", "ann", "bob"]}
+    swap = Swap(tmp_path, {"a": "full", "b": "full"}, directory, n_slots=1, n_ctx=8192, **keys)
+    async with Rig(swap, directory, upstream_api_key="own") as rig:
+        for model in ("a", "b"):  # then it is known that both may be loaded
+            await rig.post(
+                "/completion",
+                {"model": model, "prompt": "a", "n_predict": 1},
+                headers=bearer("ann"),
+            )
+        for seed, (name, (query, kind, body)) in enumerate(TWO_NAMES.items()):
+            for model, text in (("a", prose(seed, 300)), ("b", "a b c")):
+                fields = {"model": model, "prompt": text, "n_predict": 1}
+                await rig.post("/completion", fields, headers=bearer("ann"))
+            fields = {"prompt": prose(seed, 300), "n_predict": 1}
+            url, data = (
+                f"{rig.base_url}/completion{query}",
+                body % json.dumps(fields)[1:-1].encode(),
+            )
+            headers = {**bearer("bob"), "Content-Type": kind}
+            async with rig.client.post(url, data=data, headers=headers) as reply:
+                answer = await reply.json()
+            assert answer.get("timings", {"cache_n": 0})["cache_n"] < 9, name
 
 
 async def test_nobody_s_prompt_is_read_sooner_for_what_another_has_sent(

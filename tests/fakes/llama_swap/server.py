@@ -69,7 +69,7 @@ class LlamaSwap:
     async def _by_body(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         fields = _json_fields(request, body)
-        requested = fields.get("model")
+        requested = _named(request, body)
         model = self._find(requested)
         filtered = model.settings.filters.applied(fields, str(requested))
         if model.settings.use_model_name:
@@ -203,6 +203,20 @@ class LlamaSwap:
 
 async def _health(request: web.Request) -> web.Response:
     return web.Response(text="OK")
+
+
+def _named(request: web.Request, body: bytes) -> object:
+    """Return the model that a request names: of repeated keys the first counts, as in gjson.
+
+    Without the type of JSON, llama-swap looks for a form, and for that in the query, too.
+    """
+    if "application/json" not in request.headers.get("Content-Type", ""):
+        return request.query.get("model")
+    try:
+        fields = json.loads(body, object_pairs_hook=lambda pairs: dict(reversed(pairs)))
+    except ValueError:
+        return None
+    return fields.get("model") if isinstance(fields, dict) else None
 
 
 def _json_fields(request: web.Request, body: bytes) -> dict[str, Any]:
