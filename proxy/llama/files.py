@@ -40,6 +40,7 @@ COMPRESSED_MAGIC = 0x34565344
 _APPENDICES = (None, CONTEXT_CHECKPOINTS_MAGIC, DRAFT_MAGIC)
 _MAX_STREAMS = 256
 _MAX_LAYERS = 4096
+_MAX_ELEMENT_BYTES = 4
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -192,6 +193,7 @@ def _skip_tensor(reader: Reader, n_cells: int, *, by_columns: bool = False) -> t
     """
     ggml_type, *sizes = reader.numbers("iII" if by_columns else "iQ")
     require(0 <= ggml_type < 256, "has an impossible tensor type")
+    require(not by_columns or 0 < sizes[0] <= _MAX_ELEMENT_BYTES, "has no elements of that size")
     row_bytes = prod(sizes)
     reader.skip(n_cells * row_bytes)
     return ggml_type, row_bytes

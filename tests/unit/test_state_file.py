@@ -4,6 +4,7 @@ import os
 import struct
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -101,6 +102,16 @@ def test_read_of_version_4_keeps_rotations(path: Path) -> None:
 def test_read_of_a_transposed_v_says_so(path: Path) -> None:
     state = read(path, state_file(words(TOKENS), attention(N, is_v_transposed=True)))
     assert state.layout == (Section("attention", 1, True, 2, (0, 0), (F16_ROW,) * 4),)
+
+
+@pytest.mark.parametrize("n", [N, 127])
+def test_read_of_two_caches_without_v_and_flash_attention_in_any_slot(path: Path, n: int) -> None:
+    """The next section's empty streams are no strips of a transposed V."""
+    for stream in range(3):
+        how: dict[str, Any] = {"is_v_transposed": True, "has_v": False}
+        sections = [attention(n, n_streams=3, stream=stream, **how) for _ in range(2)]
+        state = read(path, state_file(words(range(n)), *sections))
+        assert state.layout == (Section("attention", 3, True, 2, (0, 0), (F16_ROW,) * 2),) * 2
 
 
 def test_read_of_a_hybrid_counts_recurrent_rows_of_the_layers_that_have_state(path: Path) -> None:
