@@ -109,11 +109,11 @@ class Turns:
 
     def try_take(self) -> Turn | None:
         """Return the turn if it is free, else None."""
-        return None if self._queue else self._join()
+        return None if self._queue else self.join()
 
     async def take(self) -> Turn:
         """Wait for the turn."""
-        turn = self._join()
+        turn = self.join()
         try:
             await turn.has_come.wait()
         except asyncio.CancelledError:
@@ -130,7 +130,8 @@ class Turns:
                 if self._queue:
                     self._queue[0].has_come.set()
 
-    def _join(self) -> Turn:
+    def join(self) -> Turn:
+        """Join the queue; the turn has come once the caller is the first."""
         turn = Turn(self)
         self._queue.append(turn)
         self._queue[0].has_come.set()

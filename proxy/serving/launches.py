@@ -111,7 +111,7 @@ class Launches:
         process = self._process
         closing = (slot for slot in self._table if slot.is_closing)
         return bool(process.clears_idle_slots) and any(
-            is_write_back_due(process.rule, slot.content) or process.saves.locks[slot.id].locked()
+            is_write_back_due(process.rule, slot.content) or process.saves.turns[slot.id].is_taken
             for slot in closing
         )
 

@@ -18,6 +18,7 @@ from proxy.errors import CacheFault, NoRoom, UpstreamLost
 from proxy.serving.planning import displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
+from proxy.tasks import Turns
 
 
 class SlotSaves:
@@ -29,8 +30,10 @@ class SlotSaves:
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
         """What slots held when there was no room to save it, and the same, marked as given up."""
-        self.locks = [asyncio.Lock() for _ in process.slots]
-        """Locked from the beginning of a slot's save until its file is committed."""
+        self._uncommitted = [asyncio.Semaphore(2) for _ in process.slots]
+        """Two files of a slot may wait for their commit: on a slow disk more would pile up."""
+        self.turns = [Turns() for _ in process.slots]
+        """Taken from the end of llama-server's write until the file is committed."""
         self.under_way: set[asyncio.Task[Checkpoint | None]] = set()
 
     def begin(
@@ -38,9 +41,8 @@ class SlotSaves:
     ) -> "asyncio.Future[None]":
         """Begin to save a slot as `write_back` does; *how* are its other arguments.
 
-        The future is done as soon as another request may have the slot: when llama-server has written the
-        file, or, if that request uses what the slot holds (*is_used*), when the file was checked too. The
-        file is committed beside that request.
+        The future is done once another request may have the slot: when llama-server has written the file
+        or, if that request uses what the slot holds (*is_used*), when the file was checked too.
         """
         free: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         saving = self._process.tasks.start(self.write_back(slot_id, kind, free, **how))
@@ -59,12 +61,10 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
-        Other requests can wait for the state. A failed save raises nothing: the request that needs the slot
-        must not fail for it. *free* and *is_used* are those of `begin`. A slot is saved again only when its
-        last file is committed: a conversation's files are committed in order, and requests seldom wait for
-        that.
+        Other requests can wait for the state. A request that needs the slot does not fail with the save.
+        *free* and *is_used* are those of `begin`. A slot's files are committed in the order of its saves.
         """
-        async with self.locks[slot_id]:
+        async with self._uncommitted[slot_id]:
             process, saver = self._process, self._process.saver
             # `before` is what is saved; the slot table has `held`, unless another request has the slot.
             held = before = self._table[slot_id].content
@@ -81,14 +81,16 @@ class SlotSaves:
                         held = self._count_as_saved(slot_id)
                         if not is_used:
                             _set_done(free)
-                        saved = await saver.check(name, *written)
-                        if why := saver.learn_from_file(before, saved.state):
-                            tainted = replace(TAINTED, origin=before.origin)
-                            is_empty = not saved.state.tokens
-                            self._table.refine(slot_id, held, Empty() if is_empty else tainted)
-                            raise CacheFault(why)
-                        _set_done(free)
-                        return await self.commit(slot_id, kind, saved, before, held)
+                        with self.turns[slot_id].join() as turn:
+                            saved = await saver.check(name, *written)
+                            if why := saver.learn_from_file(before, saved.state):
+                                tainted = replace(TAINTED, origin=before.origin)
+                                is_held = bool(saved.state.tokens)
+                                self._table.refine(slot_id, held, tainted if is_held else Empty())
+                                raise CacheFault(why)
+                            _set_done(free)
+                            await turn.has_come.wait()
+                            return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:
                 held = self._give_up(slot_id, held, before)
                 if isinstance(error, NoRoom):

@@ -83,17 +83,33 @@ async def saves_failed(rig: Rig) -> None:
     await until(lambda: not rig.temporary_files())
 
 
-async def test_request_is_answered_while_what_it_displaced_is_committed(
+async def test_request_is_answered_while_what_it_and_one_before_displaced_is_committed(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
         commits = hold_commits(monkeypatch)
-        await rig.chat("a")
-        assert (await rig.chat("b")).status == 200
+        for name in "abc":
+            assert (await rig.chat(name)).status == 200
         assert rig.checkpoints == []
         commits.open()
-        await until(lambda: rig.checkpoints)
+        await until(lambda: len(rig.checkpoints) == 2)
         assert (await rig.chat("a")).n_reused > 300
+
+
+async def test_disk_that_commits_nothing_gets_no_more_files_of_a_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        commits = hold_commits(monkeypatch)
+        for name in "abc":
+            await rig.chat(name)
+        process, behind = await rig.attached(), rig.begin_chat("d")
+        await until(lambda: len(process.saves.under_way) == 3)
+        await asyncio.wait({behind}, timeout=0.1)  # time for a third file, if it can come
+        assert len(rig.temporary_files()) == 2
+        commits.open()
+        assert (await behind).status == 200
+        await until(lambda: len(rig.checkpoints) == 3)
 
 
 async def test_relatives_of_a_state_are_found_beside_requests(
