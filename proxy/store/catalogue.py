@@ -61,11 +61,12 @@ class Budget:
         self._require_possible(claim.n_bytes)
         self._claims[name] = claim
 
-    def settle(self, name: str, n_bytes: int) -> Claim:
-        """Count a file at its real size; return its claim."""
-        self._settled[name] = n_bytes
+    def settle(self, name: str, n_bytes: int) -> Claim | None:
+        """Count a file at its real size; return its claim if room must be made for more than before."""
+        claim = self._claims[name]
+        n_before, self._settled[name] = self._settled.get(name, claim.n_bytes), n_bytes
         self._require_possible(n_bytes)
-        return self._claims[name]
+        return claim if n_bytes > n_before else None
 
     def release(self, name: str) -> None:
         """Stop counting a file, which is a checkpoint now or gone."""

@@ -261,14 +261,15 @@ class CheckpointStore(Catalogue):
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
         """Count a reserved file at its real size; raises NoRoom if that is too large."""
         self.writes.note_written(temporary_name, n_bytes)
-        await self._make_room(self.writes.settle(temporary_name, n_bytes))
+        if larger := self.writes.settle(temporary_name, n_bytes):
+            await self._make_room(larger)
 
     async def _make_room(self, claim: Claim) -> None:
         try:
             free_bytes, reserve_bytes = await self.space()
-            free_bytes += self.going_bytes
-            reserve_bytes = 0 if claim.is_passing else reserve_bytes
-            n_bytes, limit = self.writes.shortage(self.size_bytes, free_bytes - reserve_bytes)
+            usable_bytes = free_bytes - (0 if claim.is_passing else reserve_bytes)
+            going_bytes, stored_bytes = self.going_bytes, self.size_bytes
+            n_bytes, limit = self.writes.shortage(stored_bytes, usable_bytes + going_bytes)
             victims = self.victims(n_bytes, claim.present, claim.replaces)
             is_short = (deletable := sum(v.size_bytes for v in victims)) < n_bytes
             if claim.is_passing and (is_short or limit is Removal.FREE_SPACE):
@@ -278,9 +279,11 @@ class CheckpointStore(Catalogue):
                     limit,
                     f"{n_bytes:,} bytes are missing ({limit}), and only {deletable:,} are neither in use"
                     f" nor pinned: of {self.size_bytes:,} stored, {self.pinned_bytes:,} are pinned. The"
-                    f" disk has {free_bytes:,} free",
+                    f" disk has {free_bytes + going_bytes:,} free",
                 )
             await self._remove(victims, limit)
+            if self.writes.shortage(stored_bytes + going_bytes, usable_bytes)[0] > 0:
+                await self.write(lambda: None)  # it takes the room of other removals under way
         except OSError as error:
             raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
 
@@ -376,10 +379,7 @@ class CheckpointStore(Catalogue):
         return True
 
     async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
-        """Take checkpoints out at once and delete them; return when their files are gone.
-
-        Waits for other removals under way, too: the caller may count on their room.
-        """
+        """Take checkpoints out at once and delete them; return when their files are gone."""
         taken = [c for c in checkpoints if self.take(c.id)]
         try:
             while taken:
@@ -387,8 +387,6 @@ class CheckpointStore(Catalogue):
         finally:
             for checkpoint in taken:
                 self.put_back(checkpoint.id)
-        if self.going_bytes:
-            await self.write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def note(tokens: TokenIds | None) -> None:

@@ -71,6 +71,46 @@ async def test_reservations_of_concurrent_saves_add_up(tmp_path: Path) -> None:
         assert len(store) == 1, "what does not suffice is not removed"
 
 
+async def test_disk_is_asked_for_room_again_only_for_a_file_that_is_larger_than_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, space = list[None](), CheckpointStore.space
+
+    async def noted(store: CheckpointStore) -> tuple[int, int]:
+        asked.append(None)
+        return await space(store)
+
+    monkeypatch.setattr(CheckpointStore, "space", noted)
+    with opened(tmp_path, 3 * SIZE) as store:
+        name = await store.reserve(claim())
+        for n_bytes in (SIZE, SIZE // 2, SIZE // 2):
+            await store.settle(name, n_bytes)
+        assert len(asked) == 1
+        await store.settle(name, SIZE)
+        assert len(asked) == 2
+        await store.discard(name)
+
+
+async def test_save_that_needs_no_room_of_a_checkpoint_being_removed_does_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, 3 * SIZE) as store:
+        first = await save(store, 1)
+        go_on = hold_writer(store)
+        try:
+            removing = asyncio.ensure_future(store.remove(first, Removal.SUPERSEDED))
+            await until(lambda: store.going_bytes)
+            names = [await store.reserve(claim()) for _ in range(2)]
+            short = asyncio.ensure_future(store.reserve(claim()))
+            await asyncio.wait({short}, timeout=0.1)  # time to reserve too early, if it can
+            assert not short.done()
+        finally:
+            go_on.set()
+        assert await removing
+        for name in (*names, await short):
+            await store.discard(name)
+
+
 async def test_reservation_is_free_again_after_discard_and_after_commit(tmp_path: Path) -> None:
     with opened(tmp_path, SIZE) as store:
         for _ in range(3):
