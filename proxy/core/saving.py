@@ -258,14 +258,13 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
     sizes = [s for s in seen if s.n_tokens > 0]
     if not any(s.n_points for s in sizes):  # full attention makes none
         n_points = 0
-
-    def bound(size: StateSize) -> float:
-        by_points = max(1.0, (n_points + 1) / (size.n_points + 1))
-        growing_bytes = size.size_bytes - size.fixed_bytes
-        by_tokens = max(by_points, n_tokens / size.n_tokens)
-        return size.fixed_bytes * by_points + growing_bytes * by_tokens
-
-    return min((int(bound(size)) + 1 for size in sizes), default=None)
+    # Each plan asks this of every slot, so there is no call for each size.
+    bounds = [
+        size.fixed_bytes * (by_points := max(1.0, (n_points + 1) / (size.n_points + 1)))
+        + (size.size_bytes - size.fixed_bytes) * max(by_points, n_tokens / size.n_tokens)
+        for size in sizes
+    ]
+    return int(min(bounds)) + 1 if bounds else None
 
 
 def extent_of(content: Content) -> tuple[int, int] | None:
