@@ -91,20 +91,18 @@ def connect(
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
     if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
-    why = proxy.why_forwarding(told)
-    forwards = why and f"But the proxy saves nothing now. {why}"
-    hint = "\n".join(filter(None, (hint, _short_context(n_ctx) if usual else "", forwards)))
+    hints = hint, _short_context(n_ctx) if usual else "", proxy.why_forwarding(told)
+    hint = "\n".join(filter(None, hints))
     if not write:
         shown = written(own, content)
         if usual:
             shown += f"\ngoes into {file or usual}; --write merges it there"
-        answer(content, f"{shown}\n{hint}".rstrip())
-        return
+        return answer(content, f"{shown}\n{hint}".rstrip())
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
-    cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
-    cached = f"{own} has the settings. {cached}. {hint}".rstrip()
-    answer({"n_prompt": n_prompt, "n_cached": n_cached}, cached)
+    cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache."
+    shown = f"{own} has the settings. {cached} {hint}".rstrip()
+    answer({"n_prompt": n_prompt, "n_cached": n_cached}, shown)
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
 
 
