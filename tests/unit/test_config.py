@@ -14,6 +14,7 @@ from proxy.settings import (
     Settings,
     admin_token,
     complete_settings,
+    merge_settings,
     parse_pairs,
     parse_shared_store,
     split_address,
@@ -342,3 +343,10 @@ def test_shared_store_is_read_with_its_limits(tmp_path: Path, line: str) -> None
     limits = SharedLimits(upload_bytes_per_day=50_000_000_000, capacity=3 << 29)
     store = load(tmp_path, file=line).shared_store
     assert parse_shared_store(store) == ("s3://a/b", "/k", limits)
+
+
+@pytest.mark.parametrize("text", ["aliases: 2026-13-45", "listen: " + "[" * 5000])
+def test_file_that_yaml_itself_fails_at_is_named(tmp_path: Path, text: str) -> None:
+    (file := tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(SettingsError, match="expected `name: value` lines"):
+        merge_settings({}, {}, file)
