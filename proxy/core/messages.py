@@ -73,6 +73,17 @@ def list_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def json_of(message: dict[str, Any], encoded: bytes = b"") -> bytes:
+    """Return a message as JSON, where a list of one text counts as that text; it may be *encoded* already.
+
+    Claude Code sends its newest text as a list, with a mark for caching, and later as a string.
+    """
+    match message.get("content"):
+        case [{"type": "text", "text": str(text), **rest}] if not rest:
+            return msgspec.json.encode({**message, "content": text})
+    return encoded or msgspec.json.encode(message)
+
+
 def is_system(message: Any) -> bool:
     return text_of(message, "role") in SYSTEM_ROLES
 
@@ -190,7 +201,9 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     if nearest is not None and n_common == len(nearest.roles):
         return _going_on(new, nearest)
     if nearest is not None:
-        return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE
+        has_history = "assistant" in new.roles  # else it begins with what a client puts first
+        is_aside = _is_aside(new, nearest)
+        return Kind.SIDE if is_aside else Kind.REWRITE if has_history else Kind.FIRST
     starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
         return Kind.COMPACTION

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 import xxhash
 
-from proxy.core.messages import is_system, list_of, member, text_of, without_reminders
+from proxy.core.messages import is_system, json_of, list_of, member, text_of, without_reminders
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import PromptPart
 
@@ -165,7 +165,7 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
 
 def _part(message: dict[str, Any]) -> tuple[str, int, int]:
     """Return the letter, the digest and the size of a message."""
-    letter, encoded = _LETTERS.get(text_of(message, "role"), "u"), msgspec.json.encode(message)
+    letter, encoded = _LETTERS.get(text_of(message, "role"), "u"), json_of(message)
     letter = "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
     return letter, xxhash.xxh3_64_intdigest(encoded), len(encoded)
 

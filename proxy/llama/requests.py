@@ -9,6 +9,7 @@ mark is skipped, and a zero byte ends the text.
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from proxy.core.messages import (
     Conversation,
     Route,
     UnknownShape,
+    json_of,
     list_of,
     member,
     n_leading_system,
@@ -378,7 +380,7 @@ def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
 def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conversation:
     """Return the conversation of a body in the chat form; its messages may be *encoded* already."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
-    encoded = encoded or [msgspec.json.encode(message) for message in body.messages]
+    encoded = list(map(json_of, body.messages, encoded or repeat(b"")))
     return Conversation(
         b"".join(map(xxhash.xxh3_64_digest, [msgspec.json.encode(fields), *encoded])),
         tuple(text_of(message, "role") for message in body.messages),

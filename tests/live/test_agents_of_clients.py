@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from proxy.core.messages import Kind
+from proxy.core.plan import Why
 from tests.bench.replays import MOST_TOKENS, evaluated, measure
 from tests.lab.clients import claude_code
 from tests.lab.clients.replays import REPLAYS, Replay
@@ -65,6 +67,20 @@ async def test_tool_loop_evaluates_only_what_is_new(start_rig: StartRig) -> None
         for call in range(4):
             later += claude_code.step(call)
             assert await ask(rig, request("mend the parser", *later)) < n_first / 10
+
+
+async def test_step_behind_a_text_that_lost_its_mark_is_sent_at_once(start_rig: StartRig) -> None:
+    """Claude Code sends its newest text as a list with a mark, and without the mark as a string."""
+    marked = {"type": "text", "text": "And the tests?", "cache_control": {"type": "ephemeral"}}
+    answered = [*claude_code.step(1), {"role": "assistant", "content": "It is mended."}]
+    asked = [*answered, {"role": "user", "content": [marked]}]
+    goes_on = [*answered, {"role": "user", "content": marked["text"]}, *claude_code.step(2)]
+    async with start_rig("hybrid", n_slots=2) as rig:
+        for later in (answered[:-1], asked, goes_on):
+            await ask(rig, request("mend the parser", *later))
+        async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+            record = (await reply.json())["requests"][0]
+        assert (record["why"], record["kind"]) == (Why.EXTENDS.value, Kind.TOOL_TURN.value)
 
 
 async def test_sessions_without_stabilizers_are_refused_by_a_strict_template(

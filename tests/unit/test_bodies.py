@@ -288,6 +288,23 @@ def test_messages_that_are_encoded_already_give_the_same_conversation() -> None:
     assert conversation_of(TALK, encoded) == conversation_of(TALK)
 
 
+def test_one_text_in_a_list_and_the_text_itself_are_the_same_message() -> None:
+    """Claude Code sends its newest text as a list, and the same text as a string in the next request."""
+    part = {"type": "text", "text": "hi"}
+    contents = [
+        "hi",
+        [part],
+        [part, part],
+        [{**part, "other": 1}],
+        [{"type": "text", "text": "ho"}],
+    ]
+    bodies = [GenerationBody(b"", {"messages": [{"role": "user", "content": c}]}) for c in contents]
+    encoded = [[msgspec.json.encode(message) for message in each.messages] for each in bodies]
+    digests = [conversation_of(*both).digests for both in zip(bodies, encoded, strict=True)]
+    assert digests == [conversation_of(each).digests for each in bodies]
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+
+
 def test_digests_depend_on_what_the_template_reads_only() -> None:
     cooler = GenerationBody(b"", {**TALK.fields, "temperature": 0.1})
     other_order = GenerationBody(b"", {**TALK.fields, "tools": [{"a": 2, "b": 1}]})

@@ -49,6 +49,7 @@ def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") 
         (f"s2 {MAIN[2:]} a3 u3", {"tools": "others"}, Kind.USER_TURN),
         ("S u1 a1 t1 a2 u9", {}, Kind.REWRITE),
         ("S u1 a9 u2", {}, Kind.REWRITE),
+        ("S u1 u9", {}, Kind.FIRST),  # the environment comes first, as codex and droid send it
         ("S u9", {}, Kind.COMPACTION),
         ("S u9 a2 u2", {"asker": NOBODY}, Kind.COMPACTION),
         ("S a2 u2 a3 u3", {"asker": NOBODY}, Kind.COMPACTION),
