@@ -29,6 +29,7 @@ POLL_SECONDS = 0.05
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),
     *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+    "--disable-dev-shm-usage",  # containers have little of it, and tests use it
     *("--disable-sync", "--disable-default-apps", "--hide-scrollbars", "--mute-audio"),
     "--disable-features=Translate,OptimizationHints,MediaRouter,DialMediaRouteProvider",
 )

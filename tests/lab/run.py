@@ -55,7 +55,8 @@ class RunProcess:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.log_path = log_path
-        self._environment = environment or {}
+        # One that `run` chose, the kernel could give to somebody else before llama-server has it.
+        self._environment = {"LLAMA_ARG_PORT": str(find_free_port()), **(environment or {})}
         listen, admin = (f"127.0.0.1:{find_free_port()}" for _ in range(2))
         self.base_url, self.admin_url = f"http://{listen}", f"http://{admin}"
         self.command = [sys.executable, "-m", "proxy", "run", "--listen", listen, "--admin", admin]

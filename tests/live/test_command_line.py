@@ -19,7 +19,7 @@ from proxy.errors import SettingsError
 from proxy.settings import NAMES
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port, request
 from tests.lab.settings import load_settings
 from tests.lab.waiting import HANG_SECONDS, wait_until
 
@@ -92,8 +92,8 @@ def test_served_conversation_survives_a_restart_of_both(
     ) as urls:
         usage = ask(urls, requests[1]).usage
         assert usage.prompt_tokens_details.cached_tokens > usage.prompt_tokens / 2
-        metrics = urllib.request.urlopen(urls["admin"] + "/metrics").read().decode()
-        assert 'llama_prefix_cache_requests_total{outcome="hit"} 1.0' in metrics
+        counted = 'llama_prefix_cache_requests_total{outcome="hit"} 1.0'
+        wait_until(lambda: counted in request(urls["admin"], "GET", "/metrics")[1])
     line = next(line for line in reversed(proxy_lines(tmp_path)) if b'"outcome": "hit"' in line)
     assert msgspec.json.decode(line)["chosen"] == "restore"
     assert "Task 0" not in (tmp_path / "proxy.log").read_text()  # no prompt text in the log

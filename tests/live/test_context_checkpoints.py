@@ -22,6 +22,9 @@ OTHER_SHAPES = {
     "compressed": ("hybrid", ()),
 }
 """For each kind a model and flags that give the same restore points, but of another shape."""
+COMPRESSED_BAR = 0.05
+"""Without AVX-512 compressed cells of a restored file round otherwise, by up to 0.019; another first token
+moves 0.28."""
 LENGTHS = (900, 1500, 2100, 2700)
 END = 3000
 
@@ -74,7 +77,8 @@ def require_continued_at(bench: Bench, file: Path, point: int, tokens: list[int]
     assert n_reused(warm) == point
     assert n_reused(cold) == 0
     assert warm["content"] == cold["content"]
-    assert distance(warm, cold) <= LOGPROB_BAR
+    is_compressed = bench.server.model.stem == "compressed-tiny"
+    assert distance(warm, cold) <= (COMPRESSED_BAR if is_compressed else LOGPROB_BAR)
 
 
 def test_thinned_file_is_continued_at_each_point_kept_and_at_its_end(bench: Bench) -> None:

@@ -107,10 +107,10 @@ async def test_a_busy_model_is_waited_for_and_serves_as_many_as_it_may(swap: Swa
     complete(swap, "full")
     body = {"prompt": PROMPT, "n_predict": 1}
     async with aiohttp.ClientSession(swap.base_url) as client:
-        async with streaming(client, 2000):
+        async with streaming(client, 7000):
             other = client.post("/completion", json={**body, "model": HYBRID})
             queued = asyncio.ensure_future(other)
-            async with streaming(client, 800):  # overtakes the one that waits
+            async with streaming(client, 2000):  # overtakes the one that waits
                 async with client.get("/upstream/full/health") as reply:
                     assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
                     assert (await reply.json())["error"] == "Too many requests"

@@ -19,6 +19,7 @@ from proxy.errors import NoRoom, StoreFault
 from proxy.store.files import StateFiles, sync_names
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
+from tests.lab.waiting import until
 from tests.store.conftest import names_in, new_checkpoint, new_state, opened, run_of
 from tests.store.test_store import hold_writer
 
@@ -126,9 +127,8 @@ async def test_reserve_returns_only_when_the_files_are_gone(tmp_path: Path) -> N
         await save(store, 1)
         go_on = hold_writer(store)
         reserving = asyncio.ensure_future(store.reserve(claim()))
-        await asyncio.sleep(0.02)
+        await until(lambda: len(store) == 0)  # nobody finds it any more, but it is there
         assert not reserving.done() and bytes_in(tmp_path) == SIZE
-        assert len(store) == 0, "but nobody finds it any more"
         go_on.set()
         await reserving
         assert bytes_in(tmp_path) == 0

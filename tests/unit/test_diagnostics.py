@@ -1,6 +1,7 @@
 """Cache diagnostics as the hosted APIs give them: the reason is right, and the newest SDKs read it."""
 
 import json
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -22,6 +23,8 @@ from tests.lab.mutations import MUTATIONS, OF_MESSAGES, OF_RESPONSES, Mutation, 
 from tests.unit.edits import edit_of_answer, edit_of_stream
 
 N_KNOWN = 2000
+adapter_of = cache(TypeAdapter)
+"""What reads a type; it takes longer to make than to use."""
 
 
 def judged(mutation: Mutation, route: Route) -> Judgement:
@@ -62,10 +65,10 @@ def answered(mutation: Mutation) -> tuple[Any, Any]:
     assert edit is not None and stream is not None
     (read,), (streamed,) = events_of(edit(body)), events_of(stream.feed(line))
     if mutation.api is MESSAGES:
-        start = TypeAdapter(RawMessageStartEvent).validate_python(streamed)
-        return TypeAdapter(Message).validate_python(read), start.message
-    completed = TypeAdapter(ResponseCompletedEvent).validate_python(streamed)
-    return TypeAdapter(Response).validate_python(read), completed.response
+        start = adapter_of(RawMessageStartEvent).validate_python(streamed)
+        return adapter_of(Message).validate_python(read), start.message
+    completed = adapter_of(ResponseCompletedEvent).validate_python(streamed)
+    return adapter_of(Response).validate_python(read), completed.response
 
 
 def test_set_has_40_mutations_and_the_newest_sdks_read_them() -> None:

@@ -66,7 +66,8 @@ def test_block_without_test_or_reason_is_named() -> None:
 def check_make(block: Block) -> None:
     for line in block.text.splitlines():
         subprocess.run(
-            ["make", "--dry-run", *shlex.split(line, comments=True)[1:]],
+            # Else each recipe that names a Python would start several to find one.
+            ["make", "--dry-run", "PYTHON=python3", *shlex.split(line, comments=True)[1:]],
             cwd=REPOSITORY,
             check=True,
             capture_output=True,
