@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -94,6 +95,16 @@ def start_rig(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
             yield rig
 
     return start
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    """Yield one rig for all tests of a module to which it does not matter what slots and store hold."""
+    folder = tmp_path_factory.mktemp("lasting")
+    (directory := folder / "slots").mkdir(mode=0o700)
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    async with Rig(LlamaServer(model, directory, log_path=folder / "log"), directory) as rig:
+        yield rig
 
 
 def _identity(server: LlamaServer, options: dict[str, Any]) -> str:

@@ -71,17 +71,20 @@ async def rig(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> Any:
         yield rig
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("raw", SAME.values(), ids=SAME.keys())
-async def test_odd_request_has_the_direct_answer(rig: Rig, raw: bytes) -> None:
+async def test_odd_request_has_the_direct_answer(lasting_rig: Rig, raw: bytes) -> None:
+    rig = lasting_rig
     assert await status_of(rig.base_url, raw) == await status_of(rig.server.base_url, raw)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("raw", "alone", "ours"), DIFFERENT.values(), ids=DIFFERENT.keys())
 async def test_odd_request_has_another_answer_only_as_documented(
-    rig: Rig, raw: bytes, alone: int, ours: int
+    lasting_rig: Rig, raw: bytes, alone: int, ours: int
 ) -> None:
-    assert await status_of(rig.server.base_url, raw) == alone
-    assert await status_of(rig.base_url, raw) == ours
+    assert await status_of(lasting_rig.server.base_url, raw) == alone
+    assert await status_of(lasting_rig.base_url, raw) == ours
 
 
 @pytest.mark.parametrize("raw", [get(b"/v1/models"), post(CHAT, chat())], ids=["GET", "chat"])

@@ -56,10 +56,13 @@ async def rig(start_rig: StartRig) -> Any:
         yield rig
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
 async def test_request_through_proxy_equals_direct_one(
-    rig: Rig, method: str, path: str, body: Any
+    lasting_rig: Rig, method: str, path: str, body: Any
 ) -> None:
+    rig = lasting_rig
+
     async def ask(base_url: str) -> Any:
         status, headers, content = await fetch(rig.client, base_url, method, path, body)
         return status, headers, re.sub(rb'"created":\d+', b'"created":0', content)
@@ -67,8 +70,9 @@ async def test_request_through_proxy_equals_direct_one(
     assert await ask(rig.base_url) == await ask(rig.server.base_url)
 
 
-async def test_large_upload_reaches_llama_server_whole(rig: Rig) -> None:
-    text = "word " * 400_000
+@pytest.mark.asyncio(loop_scope="module")
+async def test_large_upload_reaches_llama_server_whole(lasting_rig: Rig) -> None:
+    rig, text = lasting_rig, "word " * 400_000
     body = io.BytesIO(json.dumps({"content": text}).encode())
     async with rig.client.post(rig.base_url + "/tokenize", data=body) as reply:
         n_through = len((await reply.json())["tokens"])
@@ -128,12 +132,13 @@ def text_of(answer: str) -> list[str]:
     return re.findall(pattern, answer)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "path", ["/slots/0?action=erase", "/slots/0?action=save", "/lora-adapters"]
 )
-async def test_request_that_changes_server_state_is_refused(rig: Rig, path: str) -> None:
-    page = {"Origin": "http://page.example"}
-    async with rig.client.post(rig.base_url + path, json={}, headers=page) as reply:
+async def test_request_that_changes_server_state_is_refused(lasting_rig: Rig, path: str) -> None:
+    page, url = {"Origin": "http://page.example"}, lasting_rig.base_url + path
+    async with lasting_rig.client.post(url, json={}, headers=page) as reply:
         error = (await reply.json())["error"]
         assert reply.headers["Access-Control-Allow-Origin"] == page["Origin"], (
             "its page may read it"

@@ -4,13 +4,14 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PROXY = Path(__file__).parents[2] / "proxy"
 MODULES = {
-    ".".join(path.relative_to(PROXY.parent).with_suffix("").parts): ast.parse(path.read_text())
+    ".".join(path.relative_to(PROXY.parent).with_suffix("").parts): path
     for path in sorted(PROXY.rglob("*.py"))
     if path.name != "__init__.py"
 }
@@ -63,6 +64,11 @@ CORE_PACKAGES = (sys.stdlib_module_names | {"cachetools", "xxhash", "msgspec", "
 }
 
 
+@cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
 def imports(module: ast.Module) -> Iterator[str]:
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -92,16 +98,16 @@ def test_imports_of_a_module_stay_in_its_layer(name: str) -> None:
     layers = [layer for layer in MAY_IMPORT if lies_in(name, layer)]
     allowed = set[str]().union(*(MAY_IMPORT[layer] for layer in layers))
     assert layers, f"{name} is in no known layer"
-    ours = [imported for imported in imports(MODULES[name]) if lies_in(imported, "proxy")]
+    ours = [imported for imported in imports(parsed(name)) if lies_in(imported, "proxy")]
     assert [i for i in ours if not any(lies_in(i, package) for package in allowed)] == []
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if is_pure(name)])
 def test_pure_module_neither_waits_nor_opens_nor_reads_a_clock(name: str) -> None:
-    assert {imported.split(".")[0] for imported in imports(MODULES[name])} <= CORE_PACKAGES
+    assert {imported.split(".")[0] for imported in imports(parsed(name))} <= CORE_PACKAGES
     waiting = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
-    assert not [node for node in ast.walk(MODULES[name]) if isinstance(node, waiting)]
-    called = {ast.unparse(n.func) for n in ast.walk(MODULES[name]) if isinstance(n, ast.Call)}
+    assert not [node for node in ast.walk(parsed(name)) if isinstance(node, waiting)]
+    called = {ast.unparse(n.func) for n in ast.walk(parsed(name)) if isinstance(n, ast.Call)}
     assert not called & {"open", "print", "input", "eval", "exec"}
 
 
@@ -113,14 +119,14 @@ def test_shared_store_is_not_loaded_unless_it_is_set() -> None:
 
 
 def test_guard_needs_nothing_but_the_standard_library() -> None:
-    assert set(imports(MODULES["proxy.run.guard"])) <= sys.stdlib_module_names
+    assert set(imports(parsed("proxy.run.guard"))) <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_function_has_at_most_60_lines(name: str) -> None:
     functions = (
         node
-        for node in ast.walk(MODULES[name])
+        for node in ast.walk(parsed(name))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     assert not [f.name for f in functions if (f.end_lineno or 0) - f.lineno + 1 > 60]

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.metrics import PREFIX, STAGES, Metrics
 from tests.lab.samples import Family, families
-from tests.unit.test_layers import MODULES
+from tests.unit.test_layers import MODULES, parsed
 
 FAMILIES = families()
 
@@ -39,8 +39,8 @@ def test_every_labelled_series_is_there_before_anything_happens() -> None:
 def labelled_calls() -> list[tuple[str, str, str]]:
     """Return module, metric and value of every `metrics.<metric>.labels("value")` in the code."""
     found = []
-    for name, module in MODULES.items():
-        for node in ast.walk(module):
+    for name in MODULES:
+        for node in ast.walk(parsed(name)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -66,8 +66,8 @@ def test_label_values_in_the_code_are_all_declared() -> None:
 def test_stages_of_faults_in_the_code_are_all_declared() -> None:
     stages = {
         node.args[0].value
-        for module in MODULES.values()
-        for node in ast.walk(module)
+        for name in MODULES
+        for node in ast.walk(parsed(name))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("record", "suppressed", "count")

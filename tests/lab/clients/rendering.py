@@ -1,4 +1,10 @@
-"""Prompts of clients' requests as tokens of a real llama-server, and how much of one another keeps."""
+"""Prompts of clients' requests as tokens of a real llama-server, and how much of one another keeps.
+
+Many requests leave the proxy as others do: llama-server is asked once about each.
+"""
+
+import json
+from functools import cache
 
 from proxy.core.messages import Route
 from proxy.core.tokens import common_prefix_length, token_ids
@@ -38,13 +44,19 @@ def template_facts(server: LlamaServer) -> RequestFacts:
 def render(server: LlamaServer, form: Route, body: Body) -> str | None:
     """Return the prompt, or None if the template refuses the request."""
     chat = chat_of_messages(body) if form is Route.MESSAGES else body
-    status, reply = server.request("POST", "/apply-template", chat)
+    return _rendered(server, json.dumps(chat))
+
+
+@cache
+def _rendered(server: LlamaServer, chat: str) -> str | None:
+    status, reply = server.request("POST", "/apply-template", chat.encode())
     if status == 200:
         return str(reply["prompt"])
     assert "Exception" in reply["error"]["message"], reply
     return None
 
 
+@cache
 def tokenize(server: LlamaServer, prompt: str) -> list[int]:
     body = {"content": prompt, "add_special": True, "parse_special": True}
     tokens: list[int] = server.request("POST", "/tokenize", body)[1]["tokens"]
