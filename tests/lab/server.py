@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -42,6 +43,10 @@ SLOTS_APART = "--no-repack"
 
 class LlamaServerError(Exception):
     """A server is missing, died, or did not become ready."""
+
+
+class WrongCpu(LlamaServerError):
+    """A build has instructions that this CPU lacks, such as those of AVX-512."""
 
 
 def find_llama_server() -> Path:
@@ -174,7 +179,9 @@ class ServerProcess:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._is_ready():
-            if self._process is None or self._process.poll() is not None:
+            if self._process is None or (status := self._process.poll()) is not None:
+                if self._process and status == -signal.SIGILL:
+                    raise WrongCpu(f"{self.command()[0]} has instructions that this CPU lacks")
                 raise LlamaServerError(f"{self.command()[0]} died at start:\n{self._log_tail()}")
             if time.monotonic() > deadline:
                 raise LlamaServerError(f"{self.command()[0]} is not ready:\n{self._log_tail()}")

@@ -56,6 +56,7 @@ def refusal(answer: tuple[int, Any]) -> tuple[int, str]:
 
 
 def test_models_swap_and_a_slot_file_outlives_the_swap(swap: Swap) -> None:
+    swap.request("GET", "/unload")
     assert complete(swap, "full")["prompt_n"] == 50
     assert act_on_slot(swap, "full", "save")["n_saved"] == 50
     first_url = swap.child_url("full")
