@@ -333,8 +333,10 @@ class Ahead:
                 # The save may have taken the place of the state to restore, or cut the slot back.
                 start = plan_in(process, next_prompt, slot.id).start
             if start.restored:
-                await verify(process, start.restored.checkpoint, start.n_reused)
-                await process.finish(lease, process.restore(slot.id, start.restored))
+                checkpoint = start.restored.checkpoint
+                with process.store.keep(checkpoint):
+                    await verify(process, checkpoint, start.n_reused)
+                    await process.finish(lease, process.restore(slot.id, start.restored))
             begin = len(tokens) if start.erases else start.n_reused
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.eviction import Removal
 from proxy.core.model import Candidate, SlotId
 from proxy.core.plan import Start
 from proxy.core.slots import Empty
@@ -289,6 +290,35 @@ async def test_no_request_waits_for_a_state_that_the_disk_does_not_bring_to_eval
             assert not back.is_set() and store._verifying
         finally:
             back.set()
+
+
+async def test_state_stays_until_it_is_restored_to_evaluate_ahead(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of another slot may want to take its place meanwhile."""
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        await rig.stop_proxy()
+        rig.options["ahead_seconds"] = HANG_SECONDS
+        await rig.start_proxy()
+        store = rig.running.store
+        assert store is not None
+        checkpoint, removals = next(c for c in store if c.n_tokens > 300), list[bool]()
+        restored = Candidate(checkpoint, checkpoint.n_tokens)
+
+        def restore(_: Any, __: Any, slot_id: SlotId) -> Any:
+            return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
+
+        async def verify(*_: Any) -> None:
+            removals.append(await store.remove(checkpoint, Removal.SUPERSEDED))
+
+        monkeypatch.setattr(background, "plan_in", restore)
+        monkeypatch.setattr(background, "verify", verify)
+        await rig.chat("c")
+        await until(lambda: removals)
+        assert removals == [False]
 
 
 async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: StartRig) -> None:
