@@ -236,7 +236,7 @@ FORM, END = {"Content-Type": "multipart/form-data; boundary=X"}, 'root ::= "a"'
 FOR_B = 'name="model"\r\n\r\nb\r\n'
 UNREADABLE: dict[str, tuple[dict[str, str], Callable[[str], bytes]]] = {
     "deep": ({}, lambda text: PARSED_BY_LLAMA_SERVER_ONLY["deep"] % for_model_a(text)[1:]),
-    "encoded": ({"Content-Encoding": "identity"}, for_model_a),
+    "encoded": ({"Content-Encoding": "x"}, for_model_a),
     "form": (FORM, lambda text: form(model="a", prompt=text, grammar=END)),
     "form for b": (FORM, lambda text: form(x=FOR_B, model="a", prompt=text, grammar=END)),
 }

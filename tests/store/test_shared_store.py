@@ -936,7 +936,7 @@ async def test_directory_that_is_mounted_after_the_start_is_used_from_then_on(
     shared.rmdir()
     async with start("a") as a:
         await a.commit(run_of(3000))
-        await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
+        await until(lambda: a.sample("shared_faults_total", operation="list") > 0)
         assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         shared.mkdir()
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
