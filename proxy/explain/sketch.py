@@ -1,5 +1,6 @@
 """The digests of a chat request's tools and messages, and how two requests differ."""
 
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "too
 _LONG_BYTES = 200
 _N_TITLE, _LOOKED_AT = 60, 400
 """The most characters of a title, and of the text that the title is made from."""
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Controls, ends of lines, turns of the writing direction, and halves of characters.
+
+`isprintable` also denies what joins emoji, the space of Chinese and Japanese, and emoji newer than Python.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +196,7 @@ def said_in(fields: dict[str, Any]) -> str:
 
 def shortened(text: str, n_characters: int) -> str:
     """Return a text, cut off if it is longer than *n_characters*, without what a terminal obeys."""
-    shown = text[: n_characters + 1]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else "�" for c in shown)
+    shown = _OBEYED.sub("�", text[: n_characters + 1])
     return shown if len(shown) <= n_characters else shown[: n_characters - 1].rstrip() + "…"
 
 

@@ -72,15 +72,23 @@ def test_model_name_with_quotes_stays_one_name() -> None:
     assert 'key"' in client_of("openai-sdk", {**FACTS, "KEY": 'key"'})["content"].values()
 
 
-@pytest.mark.parametrize("name", ["llama 🦙", "a\nMODEL=b", "\x1b[31m\x9b"])
-def test_model_name_of_any_characters_stays_one_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("llama 🦙", "llama 🦙"),
+        ("👨\u200d👩\u200d👧 名\u3000前", "👨\u200d👩\u200d👧 名\u3000前"),
+        ("a\nMODEL=b", "a�MODEL=b"),
+        ("\x1b[31m\x9b\u202e", "�[31m��"),
+    ],
+)
+def test_model_name_of_any_characters_stays_one_name(name: str, shown: str) -> None:
     def told(client: str, suffix: str) -> str:
         return written(Path(suffix), client_of(client, {**FACTS, "MODEL": name})["content"])
 
     assert json.loads(told("opencode", "a.json"))["model"] == f"llamacpp/{name}"
     assert tomllib.loads(told("codex", "a.toml"))["model"] == name
     (line,) = (line for line in told("copilot", ".env").splitlines() if "MODEL=" in line)
-    assert line == f"COPILOT_MODEL={''.join(c if c.isprintable() else '�' for c in name)}"
+    assert line == f"COPILOT_MODEL={shown}"
 
 
 @pytest.mark.parametrize(
