@@ -15,6 +15,7 @@ import yaml
 from msgspec import Meta
 
 from proxy.core.conditions import docstrings_of_fields
+from proxy.core.rates import UNITS
 from proxy.core.sharing import SharedLimits
 from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES, WORDS, unknown_words
@@ -24,7 +25,6 @@ ADMIN_TOKEN = "admin-token"
 """File beside the states with a token that the proxy has made."""
 MAX_REQUESTS = 1024
 """Generation requests for each URL of `upstream` that run or wait at once; more are answered 503."""
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 _HOST = r"([\w-]{1,63}(\.[\w-]{1,63})*\.?|\[[0-9a-fA-F:.%\w]+\])"
@@ -207,14 +207,6 @@ _KINDS = {"boolean": "true or false", "number": "number", "string": "text", "nul
 def is_size(name: str) -> bool:
     """Return whether a setting is in bytes: its name says so, as names say all units."""
     return "bytes" in name.split("_")
-
-
-def size_in_words(n_bytes: float) -> str:
-    """Return a number of bytes with the largest unit that leaves a whole one."""
-    for unit, factor in reversed(UNITS.items()):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"
 
 
 def parse_size(text: str) -> int:

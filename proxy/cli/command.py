@@ -24,10 +24,11 @@ from rich.text import Text
 from proxy import settings
 from proxy.core.conditions import State
 from proxy.core.messages import member, object_in, text_of
+from proxy.core.rates import size_in_words
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
 from proxy.explain.sketch import shortened
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
-from proxy.settings import SCHEMA, Settings, is_size, kinds_of, reachable, size_in_words, written
+from proxy.settings import SCHEMA, Settings, is_size, kinds_of, reachable, written
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline

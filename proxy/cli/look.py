@@ -20,13 +20,13 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from proxy.cli import command
-from proxy.core.rates import seconds_in_words
+from proxy.core.rates import seconds_in_words, size_in_words
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Cost, shortened
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, merge_settings, read_sources, size_in_words, written
+from proxy.settings import NAMES, merge_settings, read_sources, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 

@@ -25,12 +25,12 @@ from proxy.core.launch import (
     plan_launch,
     read_given,
 )
-from proxy.core.rates import seconds_in_words
+from proxy.core.rates import seconds_in_words, size_in_words
 from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run import process
-from proxy.settings import NAMES, SCHEMA, Settings, reachable, size_in_words, split_address
+from proxy.settings import NAMES, SCHEMA, Settings, reachable, split_address
 
 if TYPE_CHECKING:
     from proxy.app import Running

@@ -14,10 +14,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from proxy.cli import command
-from proxy.core.rates import seconds_in_words
+from proxy.core.rates import seconds_in_words, size_in_words
 from proxy.explain.sketch import shortened
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint, path_to
-from proxy.settings import Settings, size_in_words
+from proxy.settings import Settings
 from proxy.store import offline
 from proxy.store.files import StateFiles
 

@@ -40,6 +40,8 @@ _LARGE_BYTES = 256 << 10
 
 _LEAST_SECONDS = 1e-6
 
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
 
 def seconds_in_words(seconds: float) -> str:
     """Return a duration for people to read: 23 ms, 0.56 s, 9.8 s, 120 s."""
@@ -47,6 +49,14 @@ def seconds_in_words(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     n_digits = 2 if 0 < abs(seconds) < 1 else 1 if 0 < abs(seconds) < 100 else 0
     return f"{seconds:,.{n_digits}f} s"
+
+
+def size_in_words(n_bytes: float) -> str:
+    """Return a number of bytes with the largest unit that leaves a whole one."""
+    for unit, factor in reversed(UNITS.items()):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
 
 
 @dataclass(frozen=True, slots=True)

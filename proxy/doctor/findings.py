@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import Rule, RuleKind
-from proxy.core.rates import seconds_in_words
+from proxy.core.rates import seconds_in_words, size_in_words
 from proxy.llama.files import SUPPORTED_VERSIONS, Section
-from proxy.settings import Settings, size_in_words
+from proxy.settings import Settings
 from proxy.store.files import is_private
 from proxy.store.known_models import Owner
 

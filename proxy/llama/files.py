@@ -212,8 +212,7 @@ def _read_recurrent(reader: Reader) -> FoundSection:
     # number is not in the file. All are F32 (0), and no other section begins like that.
     while reader.peek() == 0 and len(rows) <= 2 * n_layers:
         rows.append(_skip_tensor(reader, n_cells))
-    is_known = len(rows) % 2 == 0 and len(rows) <= 2 * n_layers
-    require(is_known, "has recurrent tensors of an unknown kind")
+    require(len(rows) in range(0, 2 * n_layers + 1, 2), "has recurrent tensors of an unknown kind")
     return FoundSection(Section("recurrent", 1, False, n_layers, (), tuple(rows)), n_cells)
 
 
@@ -375,8 +374,7 @@ def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
         return words, 0
     is_known = n_words >= 4 and words[1] == 1 and 0 <= words[2] <= n_words - 4
     require(is_known, "has a token list of an unknown kind")
-    n_tokens = words[2]
-    return words[3 : 3 + n_tokens], words[3 + n_tokens]
+    return words[3 : 3 + words[2]], words[3 + words[2]]
 
 
 def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:

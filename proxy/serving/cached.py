@@ -273,8 +273,7 @@ class CachedRequest:
         for stop in self._plan.stops:
             await self._evaluate_to(stop.n_tokens)
             if stop.save_as and not self._account.is_ineffective_restore:
-                save = process.saves.begin(slot_id, stop.save_as)
-                await process.finish(self._lease, save)
+                await process.finish(self._lease, process.saves.begin(slot_id, stop.save_as))
 
     async def _evaluate_to(self, n_tokens: int) -> None:
         prompt, keys = self._prompt_as_planned, self._request.keys

@@ -31,12 +31,13 @@ from proxy.cli.command import (
 from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
+from proxy.core.rates import size_in_words
 from proxy.errors import in_words
 from proxy.explain.causes import Cause
 from proxy.explain.sketch import shortened
 from proxy.explain.views import Explanation, ListedCheckpoint, RequestRecord, Today, list_checkpoint
 from proxy.llama.requests import generation_route, header_request, parse_body, route_path
-from proxy.settings import NAMES, size_in_words
+from proxy.settings import NAMES
 from proxy.store.directory import keep_proxies_out
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 

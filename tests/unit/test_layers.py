@@ -49,8 +49,8 @@ MAY_IMPORT = {
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
     "proxy.cli.look": {"proxy.shared", "proxy.doctor", "proxy.servers", "proxy.serving"},
-    "proxy.settings": {"proxy.core.conditions", "proxy.core.sharing", "proxy.errors"}
-    | {"proxy.stabilize.model"},
+    "proxy.settings": {"proxy.core.conditions", "proxy.core.rates", "proxy.core.sharing"}
+    | {"proxy.errors", "proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),
     "proxy.tasks": {"proxy.errors"},
