@@ -117,7 +117,8 @@ def is_json(headers: MultiMapping[str]) -> bool:
     llama-server makes JSON of a form on every route (server-http.cpp). A build may decompress bodies.
     """
     is_form = any("multipart/" in kind.lower() for kind in headers.getall("Content-Type", ()))
-    return not is_form and headers.get("Content-Encoding", "identity").lower() == "identity"
+    encodings = {kind.lower() for kind in headers.getall("Content-Encoding", ())}
+    return not is_form and encodings <= {"", "identity"}
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

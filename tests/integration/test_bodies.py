@@ -137,11 +137,14 @@ async def test_compressed_generation_is_understood(start_rig: StartRig) -> None:
             assert seen.fields["prompt"] == "x y"
 
 
-async def test_body_that_is_said_not_to_be_compressed_is_cached(start_rig: StartRig) -> None:
+@pytest.mark.parametrize("encoding", ["identity", ""])
+async def test_body_that_is_said_not_to_be_compressed_is_cached(
+    start_rig: StartRig, encoding: str
+) -> None:
     async with start_rig() as rig:
         body = {"prompt": "x y " * 100}
         for _ in range(2):
-            reply = await rig.post(COMPLETION, body, headers={"Content-Encoding": "identity"})
+            reply = await rig.post(COMPLETION, body, headers={"Content-Encoding": encoding})
         assert reply.headers["X-Prefix-Cache"].startswith("reused=201 ")
 
 
