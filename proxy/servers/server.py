@@ -252,7 +252,6 @@ class Server(Watched):
         while True:
             is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED, Phase.NOT_A_SERVER)
             if self.is_polled or not is_settled or self._poked.is_set():
-                self._poked.clear()
                 await self.look()
             if self.process:
                 look_again(self.process)
@@ -264,6 +263,7 @@ class Server(Watched):
         The wait ends after ATTACH_WAIT_SECONDS, unless the caller *is_patient*.
         """
         if self._looking is None or self._looking.done():
+            self._poked.clear()
             self._looking = self.services.tasks.start(self._look())
         await asyncio.wait({self._looking}, timeout=None if is_patient else ATTACH_WAIT_SECONDS)
 

@@ -68,14 +68,18 @@ async def test_replaced_process_is_noticed_by_the_next_request(
         assert rig.sample("live_reuse_short_total") == 0
 
 
+@pytest.mark.parametrize("is_by_request", [False, True])
 async def test_failure_during_a_look_is_followed_by_another_look(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, is_by_request: bool
 ) -> None:
     async with start_rig() as rig:
         await rig.attached()
         await rig.unwatched(monkeypatch)
         gate = rig.server.hold("props", n_calls=1)
-        rig.running.server.poke()
+        if is_by_request:
+            rig.running.server.services.tasks.start(rig.running.server.look())
+        else:
+            rig.running.server.poke()
         await gate.reached()
         rig.running.server.poke()  # llama-server's answer may be from before what went wrong
         n_looks = len(rig.server.seen_at("props"))
