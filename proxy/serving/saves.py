@@ -93,10 +93,10 @@ class SlotSaves:
                             return await self.commit(slot_id, kind, saved, before, held)
             except Exception as error:
                 held = self._give_up(slot_id, held, before)
-                if isinstance(error, NoRoom):
-                    self._postponed[slot_id] = before, held
-                else:
+                if not isinstance(error, NoRoom):
                     await self._note_failure(slot_id, error)
+                elif self._table[slot_id].content is held:
+                    self._postponed[slot_id] = before, held
                 return None
 
     async def _cut_back(self, slot_id: SlotId) -> Content:
@@ -132,7 +132,7 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Commit the checked file of a slot that held *content*; None if nothing new is in it.
 
-        If the slot table has another content than *held*, it only learns which restore points are saved.
+        If the slot table has another content than *held*, it learns at most which restore points are saved.
         """
         process, state = self._process, saved.state
         namespace = content.tenant if process.can_cache else None
@@ -160,8 +160,9 @@ class SlotSaves:
         if self._table[slot_id].content is held:
             self._table[slot_id].note_save(checkpoint)
             self._table.refine(slot_id, held, replace(in_file, saved_points=()))
-        now, points = self._table[slot_id].content, checkpoint.restore_points
-        self._table.refine(slot_id, now, slots.also_saved(now, namespace, state.tokens, points))
+        if not self.turns[slot_id].n_waiting:  # else a newer save tells what the slot holds
+            now, points = self._table[slot_id].content, checkpoint.restore_points
+            self._table.refine(slot_id, now, slots.also_saved(now, namespace, state.tokens, points))
         has_every_position, window = state.has_every_position, state.window_tokens
         rule = after_save(process.rule, has_every_position=has_every_position, window_tokens=window)
         if rule != process.rule:

@@ -281,9 +281,11 @@ class CheckpointStore(Catalogue):
                     f" nor pinned: of {self.size_bytes:,} stored, {self.pinned_bytes:,} are pinned. The"
                     f" disk has {free_bytes + going_bytes:,} free",
                 )
+            takes_theirs = self.writes.shortage(stored_bytes + going_bytes, usable_bytes)[0] > 0
+            going = set(self._going) if takes_theirs else set[CheckpointId]()
             await self._remove(victims, limit)
-            if self.writes.shortage(stored_bytes + going_bytes, usable_bytes)[0] > 0:
-                await self.write(lambda: None)  # it takes the room of other removals under way
+            while not going.isdisjoint(self._going):  # other removals begin one deletion at a time
+                await self.write(lambda: None)
         except OSError as error:
             raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
 

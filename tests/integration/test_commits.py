@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, SlotId
 from proxy.core.saving import StateSize
-from proxy.core.slots import Known, SlotPhase
+from proxy.core.slots import TAINTED, Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
 from proxy.serving import planning, saver
@@ -417,3 +418,57 @@ async def test_slot_that_went_on_learns_the_restore_points_of_its_file(
         content = process.slots[FIRST].content
         assert isinstance(content, Known)
         assert set(content.saved_points) & set(checkpoint.restore_points)
+
+
+@pytest.mark.parametrize("is_rejected", [False, True])
+async def test_commit_leaves_to_a_newer_save_of_the_slot_what_the_slot_holds(
+    start_rig: StartRig,
+    monkeypatch: pytest.MonkeyPatch,
+    held_checks: list[HeldCheck],
+    is_rejected: bool,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        process.n_kept_points = 32  # nothing is saved before its time
+        await rig.chat("a")
+        commits = hold_commits(monkeypatch, 1)
+        await process.saves.begin(FIRST)
+        await rig.chat("a", max_tokens=40)
+        await commits.reached()
+        held_checks.append(check := HeldCheck(monkeypatch))
+        rig.server.faults.saves_other_tokens = is_rejected
+        await process.saves.begin(FIRST)
+        commits.open()
+        await until(lambda: rig.checkpoints)
+        check.go_on()
+        await until(lambda: not process.saves.under_way)
+        content = process.slots[FIRST].content
+        if is_rejected:
+            assert content == replace(TAINTED, origin=content.origin)
+        else:
+            assert isinstance(content, Known)
+            assert (content.n_tail, content.is_given_up) == (0, False)  # as the file has told
+
+
+async def test_save_that_found_no_room_is_not_forgotten_for_an_older_one_of_its_slot(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, held_checks: list[HeldCheck]
+) -> None:
+    async def refuse(*_: Any) -> None:
+        raise NoRoom("budget", "there is none")
+
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        held_checks.append(check := HeldCheck(monkeypatch))
+        process = await rig.attached()
+        await process.saves.begin(FIRST)
+        await rig.chat("a", max_tokens=40)
+        with monkeypatch.context() as full:
+            full.setattr(CheckpointStore, "_make_room", refuse)
+            full.setattr(CheckpointStore, "settle", refuse)
+            await process.saves.begin(FIRST)
+            check.go_on()
+            await until(lambda: not process.saves.under_way)
+        process.saves.take_up_postponed()
+        await process.saves.begin(FIRST)
+        await until(lambda: not process.saves.under_way)
+        assert len(rig.checkpoints) == 1

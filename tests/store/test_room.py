@@ -112,6 +112,21 @@ async def test_save_that_needs_no_room_of_a_checkpoint_being_removed_does_not_wa
             await store.discard(name)
 
 
+async def test_reserve_waits_for_every_one_of_several_removals_under_way(tmp_path: Path) -> None:
+    with opened(tmp_path, 5 * SIZE) as store:
+        for mark in range(5):
+            await save(store, mark)
+        go_on = hold_writer(store)
+        all_but_one = asyncio.ensure_future(store.reserve(claim(4 * SIZE)))
+        await until(lambda: len(store) == 1)
+        removing = asyncio.ensure_future(store.reserve(claim()))
+        go_on.set()
+        await removing
+        assert bytes_in(tmp_path) == 0
+        for name in (await all_but_one, await removing):
+            await store.discard(name)
+
+
 async def test_reservation_is_free_again_after_discard_and_after_commit(tmp_path: Path) -> None:
     with opened(tmp_path, SIZE) as store:
         for _ in range(3):
