@@ -152,9 +152,9 @@ class StoreDirectory:
         """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
 
         A damaged index is made anew from the states, at about a millisecond each; without *mends_index*
-        IndexDamaged is raised instead. Raises StoreLocked if another process has the directory, StoreFault
-        if the directory cannot be used. If the directory cannot be written, a copy of its index is used.
-        With *reads_all* every record is read.
+        IndexDamaged is raised instead, and nothing is removed. Raises StoreLocked if another process has
+        the directory, StoreFault if the directory cannot be used. If the directory cannot be written, a
+        copy of its index is used. With *reads_all* every record is read.
         """
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise StoreFault(f"{path}: this user may not read it")
@@ -177,10 +177,11 @@ class StoreDirectory:
                     path = copy
                 else:
                     self._lock = (path / LOCK_NAME).stat()
-                # What was being saved is of no use, and a full disk may have no other room for the index.
+                # Files that were being saved are useless, and a full disk may have no other room for the
+                # index.
                 names = self.files.names() if mends_index and not is_readonly else ()
-                self._half = [n for n in names if not n.endswith((".state", ".meta"))]
-                for name in self._half:
+                self.half = [n for n in names if not n.endswith((".state", ".meta"))]
+                for name in self.half:
                     self.files.remove(name)
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
@@ -297,7 +298,7 @@ class StoreDirectory:
 
         Only names are compared: the content and size of a file are verified before its use.
         """
-        names, n_files = [*self.files.names()], len(self._half)
+        names, n_files = [*self.files.names()], len(self.half)
         states = {id_of(name) for name in names if name.endswith(".state")}
         beside = {id_of(name) for name in names if name.endswith(".meta")}
         entered = set(self.index.ids())

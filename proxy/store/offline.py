@@ -47,11 +47,11 @@ Note = Callable[[int], object]
 def open_offline(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
-    """Lock and open the store in *directory*; mend a damaged index only with *mends_index*.
+    """Lock and open the store in *directory*.
 
-    Nothing else is removed, unlike when a proxy opens the store. Raises StoreLocked if a proxy has the
-    directory, StoreFault if there is no store or it cannot be read, IndexDamaged if the index has to be
-    mended.
+    Only with *mends_index* a damaged index is mended, and files that were being saved are removed. Raises
+    StoreLocked if a proxy has the directory, StoreFault if there is no store or it cannot be read,
+    IndexDamaged if the index has to be mended.
     """
     is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
@@ -118,7 +118,7 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
     problems = _mended_by_opening(store.rebuild) if store.rebuild else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
     named = {c.file_name for c in checkpoints} | {problem.name for problem in problems}
-    unnamed = {*store.files.names()} - named - {*map(store.files.sidecar_name, named)}
+    unnamed = {*store.half, *store.files.names()} - named - {*map(store.files.sidecar_name, named)}
     kind = ProblemKind.FILE_WITHOUT_ENTRY
     return problems + [Problem(kind, n, store.files.size_bytes(n)) for n in sorted(unnamed)]
 

@@ -128,6 +128,16 @@ def test_whole_store_has_no_problems(store: StoreDirectory) -> None:
     assert sum(read) == sum(c.size_bytes for c in store.index.all()) > 0
 
 
+def test_what_was_being_saved_is_named_although_it_makes_room_at_the_opening(
+    directory: Path,
+) -> None:
+    half = directory / "lpc-0123456789abcdef.saving"
+    half.write_bytes(b"half of a state")
+    with open_offline(directory, mends_index=True) as store:
+        assert not half.exists()
+        assert problems(store) == [ProblemKind.FILE_WITHOUT_ENTRY]
+
+
 def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     first, second = sorted(store.index.all(), key=lambda c: c.n_tokens)
     hashes = [hash_prefixes(OURS, tokens) for tokens in PROMPTS]
