@@ -134,9 +134,8 @@ async def _drain(process: Process, seconds: float) -> None:
     """
     free = process.slots.free() if process.can_cache else ()
     ids = [s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted]
-    emptying = (process.empty(slot_id) for slot_id in ids)
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*emptying), seconds)
+        await asyncio.wait_for(asyncio.gather(*map(process.empty, ids)), seconds)
     process.saves.take_up_postponed()
     _begin_saves(process, None)
     if saves := process.saves.under_way.copy():

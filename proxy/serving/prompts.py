@@ -186,8 +186,7 @@ class PromptReader:
         body, headers = rendering.body, rendering.headers
         system = body.messages[: rendering.n_system]
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
-        rendering_each = (self._upstream.apply_template(raw, headers) for raw in bodies)
-        texts = await asyncio.gather(*rendering_each)
+        texts = await asyncio.gather(*(self._upstream.apply_template(b, headers) for b in bodies))
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await _to_last_special(self._upstream, shared, headers)
         return token_ids(piece.id for piece in pieces)
@@ -289,9 +288,8 @@ class PromptReader:
         if n_cut := await self._tokens_before(rendering, end):
             return _Shared(n_cut, end)
         # A token straddles that point: compare the tokens of the two renderings.
-        named = rendering.headers, rendering.namespace
-        other_tokens = await self.known.tokenize(other_text, *named)
-        return _Shared(common_prefix_length(rendering.tokens, other_tokens), 0)
+        tokens = await self.known.tokenize(other_text, rendering.headers, rendering.namespace)
+        return _Shared(common_prefix_length(rendering.tokens, tokens), 0)
 
     async def _tokens_before(self, rendering: _Rendered, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""

@@ -10,7 +10,6 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import Checkpoint
 from proxy.core.rates import Rates
-from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault
 from proxy.explain.report import Journal, Report
 from proxy.health import Degradations, Faults
@@ -61,10 +60,9 @@ class Services:
         A process that cannot cache does not count.
         """
         there = [p for p in (*self.served.values(), newest) if p and p.can_cache]
-        rates_by: dict[Namespace, Rates] = {}
-        for process in there:
-            names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
-            rates_by.update(dict.fromkeys(names, process.rates))
+        rates_by = {
+            p.tenant_namespace(tenant): p.rates for p in there for tenant in {b"", *p.tenants}
+        }
         return Present(time.time(), there[-1].rates if there else Rates(), rates_by)
 
 

@@ -79,7 +79,7 @@ class Tier:
                 done = [await self.look(folder, is_full=folder in due) for folder in folders]
                 if due and all(done):
                     full_at |= dict.fromkeys(due, time.monotonic())
-                    self.uploads.may_begin.set()
+                    self.uploads.begin()
                     with suppress(CacheFault):  # it was noted
                         await self._keep_capacity()
             except Exception as error:

@@ -202,10 +202,13 @@ class Uploads:
         self._outdated: list[Checkpoint] = []
         self._uploading: CheckpointId | None = None
         """The checkpoint that is being uploaded; None once its upload is needless."""
-        self._wake, self._is_busy = asyncio.Event(), False
+        self._wake, self._is_busy, self._may_begin = asyncio.Event(), False, False
         self._wake.set()
-        self.may_begin = asyncio.Event()
-        """Set once all that is there is known: own states may be there from before."""
+
+    def begin(self) -> None:
+        """Upload from now on: all that is there is known, and own states may be there from before."""
+        self._may_begin = True
+        self._wake.set()
 
     def note_committed(self, checkpoint: Checkpoint) -> None:
         if not checkpoint.shared_id:
@@ -236,16 +239,16 @@ class Uploads:
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""
         self._wake.set()
-        is_failing = partial(self._remote.is_failing, "upload", "list")
         is_served = bool(self._remote.present().rates_by)
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds if is_served else 0):
-                while (self._is_busy or self._wake.is_set()) and not is_failing():  # noqa: ASYNC110
+            async with asyncio.timeout(seconds):
+                while self._is_busy or self._wake.is_set() or (is_served and not self._may_begin):
+                    if self._remote.is_failing("upload", "list"):
+                        return
                     await asyncio.sleep(0.02)
 
     async def keep_up(self) -> None:
         """Upload what was committed, then delete what is outdated, until cancelled."""
-        await self.may_begin.wait()
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -272,7 +275,7 @@ class Uploads:
         For another thread: thousands may wait, as where the shared store is new.
         """
         best, most = None, 0.0
-        for checkpoint_id in tuple(self._pending):
+        for checkpoint_id in tuple(self._pending) if self._may_begin else ():
             checkpoint = self._store.get(checkpoint_id)
             if checkpoint is None or checkpoint.shared_id:
                 self._pending.discard(checkpoint_id)

@@ -124,6 +124,7 @@ def start(tmp_path: Path) -> Start:
         limits: SharedLimits = NO_LIMITS,
         has_other_model: bool = False,
         tenant: bytes = b"",
+        serves: bool = True,
     ) -> AsyncIterator[Machine]:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
@@ -135,6 +136,8 @@ def start(tmp_path: Path) -> Start:
             await store.put_value(tenants_name(MODEL), [tenant])
             served = [OURS, THEIRS] if has_other_model else [OURS]
             served.append(tenant_namespace(MODEL, tenant))
+            if not serves:
+                served.clear()
             metrics = Metrics()
             degradations = Degradations(metrics)
             remote = Remote(
@@ -999,6 +1002,19 @@ async def test_states_that_are_there_from_before_do_not_go_up_again(
         [back] = a.store
         assert back.shared_id == saved.shared_id
         assert await a.store.remove(back, Removal.OPERATOR)
+        await until(lambda: not objects_in(tmp_path / "shared"))
+
+
+async def test_state_that_is_removed_while_no_model_is_served_is_deleted_there(
+    start: Start, tmp_path: Path
+) -> None:
+    """An operator removes a state before llama-server has come up, and stops the proxy again."""
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        assert objects_in(tmp_path / "shared")
+    async with start("a", serves=False) as a:
+        [saved] = a.store
+        assert await a.store.remove(saved, Removal.OPERATOR)
         await until(lambda: not objects_in(tmp_path / "shared"))
 
 
