@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.core.eviction import Removal
-from proxy.core.model import Candidate, SlotId
+from proxy.core.model import Candidate, Checkpoint, SlotId
 from proxy.core.plan import Start
 from proxy.core.slots import Empty
 from proxy.explain.causes import Cause
@@ -42,6 +42,18 @@ def damage_states(rig: Rig) -> list[Path]:
     for path in paths:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
     return paths
+
+
+def restore_ahead(monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint) -> None:
+    """Have the proxy begin with a restore where it evaluates ahead, and do that for any prompt."""
+
+    def restore(_: Any, __: Any, slot_id: SlotId) -> Any:
+        restored = Candidate(checkpoint, checkpoint.n_tokens)
+        return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
+
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(background, "plan_in", restore)
 
 
 async def test_displaced_conversation_is_restored(start_rig: StartRig) -> None:
@@ -265,8 +277,6 @@ async def test_no_request_waits_for_a_state_that_the_disk_does_not_bring_to_eval
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         await rig.stop_proxy()
@@ -275,12 +285,8 @@ async def test_no_request_waits_for_a_state_that_the_disk_does_not_bring_to_eval
         store = rig.running.store
         assert store is not None
         checkpoint, *_ = store
-        restored, back = Candidate(checkpoint, checkpoint.n_tokens), threading.Event()
-
-        def restore(_: Any, __: Any, slot_id: SlotId) -> Any:
-            return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
-
-        monkeypatch.setattr(background, "plan_in", restore)
+        back = threading.Event()
+        restore_ahead(monkeypatch, checkpoint)
         monkeypatch.setattr(StateFiles, "n_changed", lambda *_, **__: back.wait(HANG_SECONDS))
         try:
             asked = question("c")
@@ -296,8 +302,6 @@ async def test_state_stays_until_it_is_restored_to_evaluate_ahead(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save of another slot may want to take its place meanwhile."""
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         await rig.stop_proxy()
@@ -306,15 +310,11 @@ async def test_state_stays_until_it_is_restored_to_evaluate_ahead(
         store = rig.running.store
         assert store is not None
         checkpoint, removals = next(c for c in store if c.n_tokens > 300), list[bool]()
-        restored = Candidate(checkpoint, checkpoint.n_tokens)
-
-        def restore(_: Any, __: Any, slot_id: SlotId) -> Any:
-            return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
+        restore_ahead(monkeypatch, checkpoint)
 
         async def verify(*_: Any) -> None:
             removals.append(await store.remove(checkpoint, Removal.SUPERSEDED))
 
-        monkeypatch.setattr(background, "plan_in", restore)
         monkeypatch.setattr(background, "verify", verify)
         await rig.chat("c")
         await until(lambda: removals)
