@@ -26,7 +26,7 @@ from proxy.core.conditions import State
 from proxy.core.messages import member, object_in, text_of
 from proxy.core.rates import size_in_words
 from proxy.errors import CacheFault, SettingsError, StoreLocked, in_words
-from proxy.explain.sketch import shortened
+from proxy.explain.sketch import visible
 from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint
 from proxy.settings import SCHEMA, Settings, is_size, kinds_of, reachable, written
 from proxy.store.directory import StoreDirectory
@@ -52,13 +52,13 @@ class Exit(IntEnum):
 def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
     said = in_words(complaint) if isinstance(complaint, BaseException) else str(complaint)
-    click.echo(f"llama-prefix-cache: {visible(said)}", err=True)
+    click.echo(f"llama-prefix-cache: {visible_lines(said)}", err=True)
     sys.exit(exit_status)
 
 
-def visible(said: str) -> str:
+def visible_lines(said: str) -> str:
     """Return lines without what a terminal obeys: they may quote what was read."""
-    return "\n".join(shortened(line, len(line)) for line in said.split("\n"))
+    return "\n".join(map(visible, said.split("\n")))
 
 
 def agree(question: str) -> None:
@@ -106,7 +106,7 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     """Return a table without borders."""
     table = Table.grid(padding=(0, 2))
     for row in rows:
-        table.add_row(*(visible(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(visible_lines(cell) if isinstance(cell, str) else cell for cell in row))
     for column in table.columns:
         column.overflow = "fold"  # a path that is cut is of no use
     return table
@@ -117,7 +117,7 @@ def answer(content: object, shown: object) -> None:
     if _is_on("json"):
         click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
     else:
-        click.echo(visible(shown) if isinstance(shown, str) else in_lines(shown, console()))
+        click.echo(visible_lines(shown) if isinstance(shown, str) else in_lines(shown, console()))
 
 
 def in_lines(content: object, shown: Console) -> str:

@@ -21,7 +21,7 @@ import msgspec
 import yaml
 
 from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
-from proxy.explain.sketch import shortened
+from proxy.explain.sketch import visible
 from proxy.store.files import replacing
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def written(path: Path, content: dict[str, Any]) -> str:
             return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
         case ".json" | ".jsonc":
             return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    return "".join(f"{name}={shortened(value, len(value))}\n" for name, value in content.items())
+    return "".join(f"{name}={visible(value)}\n" for name, value in content.items())
 
 
 def merged(there: Any, content: Any) -> Any:

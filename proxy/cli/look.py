@@ -23,7 +23,7 @@ from proxy.cli import command
 from proxy.core.rates import seconds_in_words, size_in_words
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.sketch import Cost, shortened
+from proxy.explain.sketch import Cost, visible
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, merge_settings, read_sources, written
@@ -167,7 +167,7 @@ def _costs(costs: Sequence[Cost]) -> Iterator[Text]:
 
 def _visible(text: str) -> str:
     """Return a text on one line, without control characters."""
-    return shortened(text.replace("\n", "⏎"), len(text))
+    return visible(text.replace("\n", "⏎"))
 
 
 # `llama-prefix-cache explain`: why a request did not reuse more of its prompt.
@@ -302,7 +302,7 @@ def report(setup: Setup) -> Group:
 
 def _row(finding: Finding, n_columns: int) -> list[Text]:
     mark, style = _SHOWN[finding.severity]
-    body = Text(command.visible(finding.text))
+    body = Text(command.visible_lines(finding.text))
     if finding.cure:
         body.append(f"\n-> {finding.cure}", style="bold")
     topic = Text(finding.topic.ljust(n_columns), no_wrap=True)

@@ -194,9 +194,14 @@ def said_in(fields: dict[str, Any]) -> str:
     return " ".join(" ".join(texts).split())
 
 
+def visible(text: str) -> str:
+    """Return a text without what a terminal obeys."""
+    return _OBEYED.sub("�", text)
+
+
 def shortened(text: str, n_characters: int) -> str:
     """Return a text, cut off if it is longer than *n_characters*, without what a terminal obeys."""
-    shown = _OBEYED.sub("�", text[: n_characters + 1])
+    shown = visible(text[: n_characters + 1])
     return shown if len(shown) <= n_characters else shown[: n_characters - 1].rstrip() + "…"
 
 

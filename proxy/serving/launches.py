@@ -102,7 +102,8 @@ class Launches:
 
     def try_turn(self) -> Turn | None:
         """Return a turn if it is free."""
-        return (self.turns if self._process.clears_idle_slots else Turns()).try_take()
+        turns = self.turns if self._process.clears_idle_slots else Turns()
+        return turns.try_take()
 
     @property
     def is_save_coming(self) -> bool:

@@ -312,8 +312,9 @@ class Uploads:
         shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
         folder = remote.folder_of(owner)
         name = objects.name_of(folder, shared_id, STATE)
-        path, n_read = self._store.files.path(checkpoint.file_name), list[int]()
-        n_unsent, sealed = PART_BYTES, remote.sealing.seal(name, _read(path, n_read.append))
+        path = self._store.files.path(checkpoint.file_name)
+        n_read, n_unsent = list[int](), PART_BYTES
+        sealed = remote.sealing.seal(name, _read(path, n_read.append))
         try:
             pace = self._limits.upload_bytes_per_second or inf
             await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
