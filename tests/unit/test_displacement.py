@@ -164,6 +164,15 @@ def test_displace_that_goes_on_costs_what_it_does_not_keep() -> None:
     assert made == Displacement(seconds=0.8)
 
 
+def test_displace_that_goes_on_saves_only_for_what_it_does_not_keep() -> None:
+    """A save that pays for 1,000 tokens does not pay for the last 200 of them."""
+    unsaved, most_bytes = Known(run_of(1000), NAMESPACE), 10**6
+    branching = Prompt(branch(800, 1200), NAMESPACE)
+    assert displaced(unsaved, branching, None, ANY_PREFIX, RATES, most_bytes).saves
+    assert not displaced(unsaved, branching, 800, ANY_PREFIX, RATES, most_bytes).saves
+    assert displaced(unsaved, branching, 800, ANY_PREFIX, RATES, most_bytes // 5).saves
+
+
 HELD = known_contents(LONG_TOKENS)
 N_KEPT = st.one_of(st.none(), st.integers(0, 2000))
 
