@@ -285,8 +285,6 @@ def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
     What it drops behind them (old reasoning, a rewritten answer) will not be needed again. Another
     conversation with the same header, and a brief question, may share nearly as many.
     """
-    if content.namespace != prompt.namespace:
-        return False
     if content.turn_start:
         return content.turn_start <= n_common
     earlier = content.conversation if prompt.conversation else b""
