@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lmdb
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -25,7 +27,7 @@ from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.doctor.examination import read_index
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store import directory as store_directory
-from proxy.store.files import seal_of
+from proxy.store.files import seal, seal_of
 from proxy.store.index import Index, sound_file
 from proxy.store.known_models import Owner, introduce, namespaces_name, owners, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
@@ -381,6 +383,22 @@ async def test_index_of_an_older_format_is_made_anew(directory: Path) -> None:
     index.put_value("format", 1)
     index.close()
     assert await rebuilt(directory) == expected
+
+
+@pytest.mark.parametrize("found", [1, 99])
+def test_index_of_another_format_that_lacks_databases_is_left_as_it_is(
+    tmp_path: Path, found: int
+) -> None:
+    path = tmp_path / "index"
+    path.mkdir()
+    with lmdb.open(str(path), max_dbs=1) as env:
+        with env.begin(db=env.open_db(b"values"), write=True) as transaction:
+            transaction.put(b"format", msgspec.msgpack.encode(found))
+    seal(path / "data.mdb")
+    before = (path / "data.mdb").read_bytes()
+    with pytest.raises((IndexDamaged, StoreFault), match=f"format {found}"):
+        Index(path)
+    assert (path / "data.mdb").read_bytes() == before
 
 
 async def test_only_the_newest_damaged_index_is_kept(directory: Path) -> None:
