@@ -56,7 +56,6 @@ Aliases = Annotated[str, _text("`name = name of llama-server`, separated by comm
 SharedStoreText = Annotated[
     str, _text("URL, or `url = URL, key_file = FILE, capacity = 50GiB, ...`", _SHARED_STORE)
 ]
-Bytes = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0, le=604800)]
 """At most a week: timers take no infinite time."""
 
@@ -115,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checkpoints that are cheapest to evaluate again. 2 GiB of the disk, of a small one a twentieth,
     stay free whatever the budget says.
     """
-    max_write_bytes_per_day: Bytes = 0
+    max_write_bytes_per_day: Annotated[int, Meta(ge=0)] = 0
     """What saves may write within 24 hours, such as 50GiB; 0 is no limit.
 
     Writing wears out flash. When less than half is left, the proxy skips saves that spare few
@@ -363,6 +362,8 @@ def allowed(name: str) -> str:
 _OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=\w+://)")
 """Variables that Kubernetes sets for each Service, also for one that is called llama-prefix-cache."""
 
+_GONE = r"(?i).*(min_free_|max_requests|max_body_|admin_hosts|verify_int|join_up|allow_state|context_ch)"
+
 # The sources of values: flags beat the environment (LLAMA_PREFIX_CACHE_*), the environment beats the YAML
 # file, and the file beats the defaults.
 
@@ -488,6 +489,8 @@ def _complaint(name: str, value: Any) -> str:
 
 
 def _no_setting(name: str, names: Sequence[str]) -> str:
+    if re.match(_GONE, name):
+        return f"{name} is no setting any more: CHANGELOG.md says under Removed what to do"
     meant = _meant(name, names)
     return f"{name} is no setting{meant}: `llama-prefix-cache serve --help` lists them"
 

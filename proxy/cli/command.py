@@ -341,10 +341,10 @@ class RunningProxy:
             nobody = f"answers at {self.url}: {why}."
             if not self._is_admin:
                 fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
+            takes_directory = "slot_save_path" in click.get_current_context().params
             fail(
                 f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
-                " is another. Without a proxy, `ls`, `pin`, `unpin` and `rm` take --slot-save-path"
-                " DIRECTORY",
+                f" is another{', or --slot-save-path DIRECTORY to do without' * takes_directory}",
                 Exit.UNAVAILABLE,
             )
 

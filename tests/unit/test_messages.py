@@ -26,11 +26,10 @@ NOT_PLAIN = re.compile(
     r"while parsing|could not find expected|codec can't|Unknown error|repr\(|\bNone\b|\{\}|\[\]"
 )
 SETTINGS = [  # lines of a settings file, each with what must be told of it
-    (
-        "max_requests: 256",
-        "max_requests is no setting: `llama-prefix-cache serve --help` lists them",
-    ),
-    ("min_free_bytes: 2GiB", "min_free_bytes is no setting"),
+    ("max_requests: 256", "max_requests is no setting any more: CHANGELOG.md says under Removed"),
+    ("min_free_bytes: 2GiB", "min_free_bytes is no setting any more: CHANGELOG.md"),
+    ("max_body_bytes: 9GiB", "max_body_bytes is no setting any more: CHANGELOG.md"),
+    ("verify_interval_seconds: 1", "verify_interval_seconds is no setting any more: CHANGELOG.md"),
     ("drain_seconds: many", "number, at least 0"),
     ("drain_seconds: true", "number"),
     ("drain_seconds: [1, 2]", "number"),
@@ -145,9 +144,13 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("run", "--", "-m", "model.gguf"), ": no program stands behind `--`. Give"),
         (("run", "--", "/bin/true"), "this is not llama-server"),
         (("ls",), "no proxy answers at http://127.0.0.1:1"),
-        (("stats",), "connection refused"),
+        (
+            ("stats",),
+            "connection refused. Start it (`run` or `serve`), or give --admin HOST:PORT if",
+        ),
+        (("connect", "opencode"), "if its `admin` is another\n"),
         (("explain",), "no proxy answers"),
-        (("rm", "1b70"), "`unpin` and `rm` take --slot-save-path DIRECTORY"),
+        (("rm", "1b70"), "is another, or --slot-save-path DIRECTORY to do without"),
         (("warm", "--from-request", "last"), "no proxy answers"),
         (("stats", "--admin", "http://no.such.host.invalid:8082"), "no proxy answers"),
         (("stats", "--admin", "nonsense"), "HOST:PORT"),
