@@ -442,13 +442,13 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that variables set; raises SettingsError for a variable of no setting."""
+    """Return what variables set, without line ends (CRLF); raises SettingsError for one of no setting."""
     keys = {ENVIRONMENT_PREFIX + name.upper(): name for name in NAMES}
     ours = {k: v for k, v in environment.items() if not _OF_KUBERNETES.match(f"{k}={v}")}
     for key in ours:
         if key.startswith(ENVIRONMENT_PREFIX) and key not in {*keys, ENVIRONMENT_PREFIX + "CONFIG"}:
             raise SettingsError(f"environment: {_no_setting(key, list(keys))}")
-    return {name: ours[key] for key, name in keys.items() if key in ours}
+    return {name: ours[key].strip() for key, name in keys.items() if key in ours}
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:

@@ -74,6 +74,13 @@ def test_directory_is_told_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(tmp_path, {"slot_save_path": "."}).slot_save_path == str(tmp_path)
 
 
+def test_line_ends_of_an_environment_file_belong_to_no_value(tmp_path: Path) -> None:
+    environment = {"UPSTREAM_API_KEY": "secret\n", "LISTEN": "[::1]:1\r", "LOG_LEVEL": "debug\r\n"}
+    settings = load(tmp_path, environment=environment)
+    assert settings.upstream_api_key == "secret" and settings.listen == "[::1]:1"
+    assert settings.log_level == "debug"
+
+
 def test_setting_from_the_environment_is_converted(tmp_path: Path) -> None:
     environment = {"SHARE_BETWEEN_API_KEYS": "true", "IDLE_SAVE_SECONDS": "2.5"}
     settings = load(tmp_path, environment=environment)
