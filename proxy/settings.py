@@ -489,9 +489,7 @@ def _complaint(name: str, value: Any) -> str:
 
 
 def _no_setting(name: str, names: Sequence[str]) -> str:
-    if re.match(_GONE, name):
-        return f"{name} is no setting any more: CHANGELOG.md says under Removed what to do"
-    meant = _meant(name, names)
+    meant = " any more (CHANGELOG.md, Removed)" if re.match(_GONE, name) else _meant(name, names)
     return f"{name} is no setting{meant}: `llama-prefix-cache serve --help` lists them"
 
 

@@ -116,12 +116,10 @@ class Index:
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name
-            self._values = self._env.open_db(b"values", create=scratch is None)
+            open_database = partial(self._env.open_db, create=scratch is None)
+            self._values = open_database(b"values")
             self._check_format(path)  # before databases that another format lacks are added
-            opened = [
-                self._env.open_db(name, create=scratch is None, **options)
-                for name, options in _DATABASES.items()
-            ]
+            opened = [open_database(name, **options) for name, options in _DATABASES.items()]
             self._checkpoints, self._tokens, self._prefixes, _, *others = opened
             self._summaries, self._order = others
         except (lmdb.Error, OSError) as error:
