@@ -445,9 +445,9 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what variables set, without line ends (CRLF); raises SettingsError for one of no setting."""
     keys = {ENVIRONMENT_PREFIX + name.upper(): name for name in NAMES}
     ours = {k: v for k, v in environment.items() if not _OF_KUBERNETES.match(f"{k}={v}")}
-    for key in ours:
-        if key.startswith(ENVIRONMENT_PREFIX) and key not in {*keys, ENVIRONMENT_PREFIX + "CONFIG"}:
-            raise SettingsError(f"environment: {_no_setting(key, list(keys))}")
+    others = [k for k in ours if k.startswith(ENVIRONMENT_PREFIX) and k not in keys]
+    if unknown := [key for key in others if key != ENVIRONMENT_PREFIX + "CONFIG"]:
+        raise SettingsError(f"environment: {_no_setting(unknown, list(keys))}")
     return {name: ours[key].strip() for key, name in keys.items() if key in ours}
 
 
@@ -457,7 +457,7 @@ def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
         return msgspec.convert(plain, Settings, strict=strict)
     except msgspec.ValidationError as error:
         if unknown := [name for name in values if name not in NAMES]:
-            raise SettingsError(f"{source}: {_no_setting(unknown[0], NAMES)}") from error
+            raise SettingsError(f"{source}: {_no_setting(unknown, NAMES)}") from error
         name = str(error).partition(" - at `$.")[2].rstrip("`")
         raise SettingsError(f"{source}: {_complaint(name, plain[name])}") from error
 
@@ -488,11 +488,12 @@ def _complaint(name: str, value: Any) -> str:
     return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {SCHEMA[name]['description']}"
 
 
-def _no_setting(name: str, names: Sequence[str]) -> str:
-    meant = " any more (CHANGELOG.md, Removed)" if re.match(_GONE, name) else _meant(name, names)
-    return f"{name} is no setting{meant}: `llama-prefix-cache serve --help` lists them"
+def _no_setting(unknown: Sequence[str], names: Sequence[str]) -> str:
+    said = "; ".join(f"{name} is no setting{_meant(name, names)}" for name in unknown)
+    return f"{said}: `llama-prefix-cache serve --help` lists them"
 
 
 def _meant(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, 2)
-    return f", perhaps {' or '.join(near)}" if near else ""
+    if re.match(_GONE, name):
+        return " any more (CHANGELOG.md, Removed)"
+    return f", perhaps {' or '.join(near)}" if (near := get_close_matches(name, names, 2)) else ""
