@@ -33,7 +33,7 @@ from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket
-from proxy.shared.objects import Listed, Sealing, decode_meta
+from proxy.shared.objects import Listed, Sealing, decode_meta, read_key
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import UNREAD_SECONDS
@@ -1143,3 +1143,15 @@ async def test_damaged_index_of_the_shared_store_is_begun_anew(
     async with start("a") as a:
         (found,) = await a.find(run_of(3000), is_full=True)
         assert found.checkpoint == replace(found.checkpoint, shared_id=saved.shared_id)
+
+
+def test_line_ends_of_a_key_file_are_no_part_of_the_key(tmp_path: Path) -> None:
+    """openssl writes one, a Secret of Kubernetes has none. A key of random bytes is taken whole."""
+
+    def key(content: bytes) -> bytes:
+        (tmp_path / "key").write_bytes(content)
+        return read_key(tmp_path / "key")
+
+    text, random = b"a" * 43 + b"=", b"\xff" * 40
+    assert key(text) == key(text + b"\n") == key(text + b"\r\n") != key(text + b"b\n")
+    assert key(random) != key(random + b"\n")
