@@ -197,7 +197,7 @@ for _name, (_description, *_more) in docstrings_of_fields(Settings).items():
     SCHEMA[_name] |= {"description": _description, "more": " ".join(_more)}
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most"}
-_KINDS = {"boolean": "true or false", "number": "number", "string": "text", "null": "nothing"}
+_KINDS = {"boolean": "true or false", "number": "number", "string": "text", "null": "null"}
 
 
 # The meaning of the values of single settings.
