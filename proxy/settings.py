@@ -362,8 +362,6 @@ def allowed(name: str) -> str:
 _OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP)|PORT=\w+://)")
 """Variables that Kubernetes sets for each Service, also for one that is called llama-prefix-cache."""
 
-_GONE = r"(?i).*(min_free_|max_requests|max_body_|admin_hosts|verify_int|join_up|allow_state|context_ch)"
-
 # The sources of values: flags beat the environment (LLAMA_PREFIX_CACHE_*), the environment beats the YAML
 # file, and the file beats the defaults.
 
@@ -490,10 +488,8 @@ def _complaint(name: str, value: Any) -> str:
 
 def _no_setting(unknown: Sequence[str], names: Sequence[str]) -> str:
     said = "; ".join(f"{name} is no setting{_meant(name, names)}" for name in unknown)
-    return f"{said}: `llama-prefix-cache serve --help` lists them"
+    return f"{said}: `llama-prefix-cache serve --help` lists them, CHANGELOG.md those that are gone"
 
 
 def _meant(name: str, names: Sequence[str]) -> str:
-    if re.match(_GONE, name):
-        return " any more (CHANGELOG.md, Removed)"
     return f", perhaps {' or '.join(near)}" if (near := get_close_matches(name, names, 2)) else ""
