@@ -88,7 +88,7 @@ class Remote:
         """Forget the states of another place or key, so that own states are uploaded again."""
         gone = [replace(c, shared_id="") for c in self.store if c.shared_id and not c.is_fetched]
         self.store.index.put(newer=Newer(gone))
-        self.index.begin_rebuild("shared_store is another")
+        self.index.clear()
 
     async def close(self) -> None:
         """End all tasks, and close the index."""

@@ -26,7 +26,7 @@ from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.files import read_state_file
 from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, replacing, sync_names
-from proxy.store.index import NOTHING_NEWER, REBUILD, Entry, Index, Newer
+from proxy.store.index import NOTHING_NEWER, Entry, Index, Newer
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
@@ -122,6 +122,7 @@ def read_sidecar(files: StateFiles, name: str) -> Sidecar | None:
 
 UNREADABLE = "a state cannot be read"
 _NOT_AS_SAVED = "a state is not what its record says"
+LACKING = "it lacked states that lie beside it, as an older copy does"
 
 
 @dataclass
@@ -195,18 +196,14 @@ class StoreDirectory:
         self._opened.close()
 
     def _require_whole_index(self, *, mends_index: bool, reads_all: bool) -> None:
-        path = self.files.directory / "index"
-        if flaw := self.index.inconsistency(reads_all=reads_all):
-            if not mends_index:
-                raise IndexDamaged(path, flaw)
+        flaw = self.index.inconsistency(reads_all=reads_all)
+        lacking = self._states_without_entry(only_recorded=not self.index.flaw)
+        if (flaw or lacking) and not mends_index:
+            raise IndexDamaged(self.files.directory / "index", flaw or self.index.flaw or LACKING)
+        if flaw:
             self.make_index_anew(flaw)
-        elif (reason := self.index.value(REBUILD, str)) is not None:
-            if not self._states_without_entry():
-                self.index.end_rebuild()  # a new directory
-            elif mends_index:
-                self._enter_states(reason)
-            else:
-                raise IndexDamaged(path, reason)
+        elif lacking:
+            self._enter_states(self.index.flaw or LACKING, lacking)
 
     def require_writable(self) -> None:
         """Raise StoreFault if nothing can be changed, because the index is a copy."""
@@ -266,7 +263,12 @@ class StoreDirectory:
         self.index.put(newer=Newer(checkpoints))
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
-        """Delete a checkpoint, its entry first; return its tokens if the index had them."""
+        """Delete a checkpoint, first its record; return its tokens if the index had them.
+
+        Without its record a state is never entered again, whatever happens next.
+        """
+        self.files.remove(self.files.sidecar_name(checkpoint.file_name))
+        sync_names(self.files.directory)
         tokens = self.index.tokens(checkpoint.id)
         hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
         try:
@@ -320,21 +322,22 @@ class StoreDirectory:
 
     def make_index_anew(self, reason: str) -> None:
         """Forget all entries, and enter all states again."""
-        self.index.begin_rebuild(reason)
-        self._enter_states(reason)
+        self.index.clear()
+        self._enter_states(reason, self._states_without_entry())
 
-    def _states_without_entry(self) -> list[str]:
-        named = {checkpoint_id for checkpoint_id, _ in self.index.summaries()}
-        return [n for n in self.files.names() if is_state_name(n) and id_of(n) not in named]
+    def _states_without_entry(self, *, only_recorded: bool = False) -> list[str]:
+        there, entered = {*self.files.names()}, {*self.index.ids()}
+        lacking = [n for n in there if is_state_name(n) and id_of(n) not in entered]
+        return [n for n in lacking if not only_recorded or self.files.sidecar_name(n) in there]
 
-    def _enter_states(self, reason: str) -> None:
-        """Enter the states without an entry; delete those that cannot be entered.
+    def _enter_states(self, reason: str, states: Iterable[str]) -> None:
+        """Enter states without an entry; delete those that cannot be entered.
 
         A state that cannot be read is tried again at each opening; if this is interrupted, the next opening
         goes on.
         """
         rebuild = self.rebuild = Rebuild(reason)
-        names = iter(self._states_without_entry())
+        names = iter(states)
         while batch := list(islice(names, _ENTERED_AT_ONCE)):
             found = {name: self._entry_of(name) for name in batch}
             rebuild.lost |= {name: why for name, why in found.items() if isinstance(why, str)}
@@ -345,8 +348,6 @@ class StoreDirectory:
             if why != UNREADABLE:
                 with suppress(OSError):
                     self.files.remove(name)
-        if UNREADABLE not in rebuild.lost.values():
-            self.index.end_rebuild()
 
     def _entry_of(self, name: str) -> Entry | str:
         """Return the entry of a state, from the record beside it, or why there is none.
@@ -396,5 +397,5 @@ def _open_index(path: Path, *, mends_index: bool) -> Index:
         for directory in earlier:
             shutil.rmtree(directory, ignore_errors=True)
         index = Index(path)
-        index.begin_rebuild(damage.flaw)
+        index.flaw = damage.flaw
         return index

@@ -78,8 +78,6 @@ _SCORE_BYTES = 8
 _PLACES_AT_ONCE = 64
 _TOKEN_BYTES = 4
 _RECORDS = msgspec.msgpack.Decoder(Checkpoint)
-REBUILD = "rebuild"
-"""Names the reason why states may lack an entry; a new index has no entries, and begins with one."""
 _DATABASES: dict[bytes, dict[str, Any]] = {
     b"checkpoints": {},
     b"tokens": {},
@@ -102,6 +100,8 @@ class Index:
         """
         self._file = path / "data.mdb"
         self._is_written, self._is_readonly = False, scratch is not None
+        self.flaw = ""
+        """Why the entries of all states are missing; empty if they should be there."""
         try:
             if scratch is None:
                 path.mkdir(mode=0o700, exist_ok=True)
@@ -130,7 +130,7 @@ class Index:
         if found is None and not self._is_readonly:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
-                self._put_value(txn, REBUILD, "it was not there")
+            self.flaw = "it was not there"
         elif found != FORMAT_VERSION:
             self.close()
             if found is not None and found < FORMAT_VERSION:
@@ -156,17 +156,12 @@ class Index:
             with self._env.begin(write=True) as txn:
                 yield txn
 
-    def begin_rebuild(self, reason: str) -> None:
-        """Forget all checkpoints, to enter them again."""
+    def clear(self) -> None:
+        """Forget all checkpoints."""
         with self._writing() as txn:
             of_checkpoints = (self._checkpoints, self._tokens, self._prefixes)
             for database in (*of_checkpoints, self._summaries, self._order):
                 txn.drop(database, delete=False)
-            self._put_value(txn, REBUILD, reason)
-
-    def end_rebuild(self) -> None:
-        with self._writing() as txn:
-            txn.delete(REBUILD.encode(), db=self._values)
 
     def inconsistency(self, *, reads_all: bool = False) -> str:
         """Return which entries do not fit together, in words; empty if they all do.

@@ -96,7 +96,6 @@ def build(folder: Path, n_checkpoints: int) -> None:
                 path.with_suffix(".meta").touch()
                 with path.open("wb") as file:
                     file.truncate(checkpoint.size_bytes)
-        index.end_rebuild()
         index.close()
     (folder / "built").touch()
 

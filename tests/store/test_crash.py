@@ -15,7 +15,7 @@ from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId
 from proxy.errors import StoreFault
 from proxy.store import directory
-from proxy.store.files import StateFiles
+from proxy.store.files import StateFiles, is_state_name
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, found, names_in, new_state, opened, run_of, temporary_of
@@ -123,10 +123,15 @@ async def test_crash_in_remove_leaves_a_store_that_opens_and_serves(
 async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    remove = StateFiles.remove
+
+    def remove_record(files: StateFiles, name: str) -> None:
+        (crash if is_state_name(name) else remove)(files, name)
+
     store = CheckpointStore(tmp_path, BUDGET)
     going = await store.commit(*new_state(store, run_of(600)))
     with monkeypatch.context() as patch:
-        patch.setattr(StateFiles, "remove", crash)
+        patch.setattr(StateFiles, "remove", remove_record)
         with pytest.raises(Crash):
             await store.remove(going, Removal.BUDGET)
     abandon(store)
@@ -221,8 +226,12 @@ async def test_remove_that_fails_after_its_caller_left_is_taken_back(
 async def test_file_that_cannot_be_deleted_is_not_counted_and_goes_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail_to_unlink(*_: object) -> None:
-        raise OSError("busy")
+    remove = StateFiles.remove
+
+    def fail_to_unlink(files: StateFiles, name: str) -> None:
+        if not name.endswith(".meta"):
+            raise OSError("busy")
+        remove(files, name)
 
     with opened(tmp_path) as store:
         checkpoint = await store.commit(*new_state(store, run_of(300)))

@@ -31,6 +31,7 @@ from proxy.store.files import seal, seal_of
 from proxy.store.index import Index, sound_file
 from proxy.store.known_models import Owner, introduce, namespaces_name, owners, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
+from proxy.store.store import CheckpointStore
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
 from tests.store.damage import (
     flipped,
@@ -235,6 +236,45 @@ async def test_index_without_a_file_is_made_anew(directory: Path) -> None:
     expected = records(directory)
     shutil.rmtree(directory / "index")
     assert await rebuilt(directory) == expected
+
+
+async def commit_another(store: CheckpointStore) -> Checkpoint:
+    tokens = run_of(900, start=5)
+    content = state_file(words(tokens), attention(len(tokens)))
+    namespace = tenant_namespace(MODEL, b"")
+    return await store.commit(*new_state(store, tokens, content=content, namespace=namespace))
+
+
+async def test_older_index_put_in_place_loses_no_newer_state(
+    directory: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(directory / "index", tmp_path / "older")
+    with opened(directory) as store:
+        gone = next(iter(store))
+        await store.remove(gone, Removal.OPERATOR)
+        await commit_another(store)
+    expected = records(directory)
+    shutil.rmtree(directory / "index")
+    (tmp_path / "older").rename(directory / "index")
+    with pytest.raises(IndexDamaged, match="older copy"), open_offline(directory):
+        pass
+    assert gone.id not in expected and await rebuilt(directory) == expected
+
+
+async def test_directory_that_comes_back_after_another_had_its_place_loses_no_state(
+    directory: Path, tmp_path: Path
+) -> None:
+    expected, away = records(directory), tmp_path / "away"
+    with opened(directory) as store:
+        await store.put_value("written", True)
+        shutil.move(directory, away)
+        os.mkdir(directory)
+        for checkpoint in list(store):
+            with pytest.raises(StoreFault, match="No such file"):
+                await store.verify(checkpoint)
+        shutil.rmtree(directory)
+        away.rename(directory)
+    assert records(directory) == expected
 
 
 async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
