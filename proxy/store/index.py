@@ -113,6 +113,7 @@ class Index:
                 is_old = sound == self._file and self._file.exists()
                 if self._is_copied:
                     sound.replace(self._file)
+                _give_room(path / "lock.mdb")
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name
@@ -405,6 +406,7 @@ def _faults() -> Iterator[None]:
 _VALUE_BYTES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
+_LOCK_BYTES = 8192
 _EXIT_DAMAGED = 65
 _FATAL_SIGNALS = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*sys.argv[1:])"
@@ -479,6 +481,12 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
     except lmdb.Error as error:
         print(error)
         sys.exit(_EXIT_DAMAGED)
+
+
+def _give_room(lock: Path) -> None:
+    """Write the lock file, which LMDB maps with a hole: on a full disk a signal would end this process."""
+    with open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(bytes(_LOCK_BYTES))
 
 
 def _open_file(file: str, **options: Any) -> lmdb.Environment:

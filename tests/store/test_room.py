@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -472,6 +474,22 @@ async def test_first_turn_goes_before_older_conversations_of_many_turns(tmp_path
         for number in range(1, N_COMPARED + 20):
             await commit(number, 41, 90)
         assert store.victims(1, Present(now)) == [first_turn]
+
+
+def test_index_on_a_disk_that_is_full_cannot_be_opened_and_ends_no_process(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounts are not allowed here")
+    try:
+        with suppress(OSError):
+            (tmp_path / "others").write_bytes(bytes(1 << 20))
+        opening = "import sys; from tests.store.test_room import *; Index(Path(sys.argv[1]))"
+        command = [sys.executable, "-c", opening, str(tmp_path / "index")]
+        done = subprocess.run(command, capture_output=True, text=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+    assert (done.returncode, "StoreFault" in done.stderr) == (1, True), done.stderr
+    assert "no space left" in done.stderr
 
 
 def test_file_system_without_a_limit_has_room(
