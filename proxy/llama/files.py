@@ -38,8 +38,7 @@ CONTEXT_CHECKPOINTS_VERSION = 1
 DRAFT_MAGIC = 0x54464453
 COMPRESSED_MAGIC = 0x34565344
 _APPENDICES = (None, CONTEXT_CHECKPOINTS_MAGIC, DRAFT_MAGIC)
-_MAX_STREAMS = 256
-_MAX_LAYERS = 4096
+_MAX_STREAMS, _MAX_LAYERS, _MAX_CONTEXT_CHECKPOINTS = 256, 4096, 4096
 _MAX_ELEMENT_BYTES = 4
 
 
@@ -386,7 +385,8 @@ def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:
     if reader.peek() == CONTEXT_CHECKPOINTS_MAGIC:
         with suppress(StateFileMalformed):
             _, appendix_version, count = reader.numbers("III")
-            if appendix_version == CONTEXT_CHECKPOINTS_VERSION:
+            is_known = appendix_version == CONTEXT_CHECKPOINTS_VERSION
+            if is_known and count <= _MAX_CONTEXT_CHECKPOINTS:
                 return tuple(_read_context_checkpoint(reader) for _ in range(count))
     reader.position = start
     return ()

@@ -249,6 +249,15 @@ def test_read_of_a_file_cut_at_any_byte_never_tells_wrong_tokens(path: Path, nam
         assert set(state.restore_points) <= {3, 4}
 
 
+def test_restore_points_of_more_context_checkpoints_than_any_slot_keeps_are_none(
+    path: Path,
+) -> None:
+    """A file of another machine may claim a million empty ones, which took seconds to read."""
+    points = context_checkpoints(*[(5, 3, 5)] * 4097)
+    path.write_bytes(state_file(words(range(6)), attention(6)) + points)
+    assert read_state_file(path).restore_points == ()
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_restore_points_of_a_cut_appendix_are_all_or_none(path: Path, name: str) -> None:
     data = state_file(words(TOKENS), *COMPOSITIONS[name])
