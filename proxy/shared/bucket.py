@@ -27,6 +27,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
+_ANSWER = re.compile(r"<Code>([^<\n]*)</Code>\s*<Message>([^<\n]*)")
 _ENDPOINT = re.compile("(AWS|AZURE)_(STORAGE_)?ENDPOINT")
 READ_BYTES = 4 << 20
 PART_BYTES = 8 << 20
@@ -221,8 +222,10 @@ async def _drawn(data: Iterator[bytes], bytes_per_second: float) -> AsyncIterato
 
 
 def _told(error: BaseException) -> str:
-    """Return the first line of what a library says, which may go on for many, without its numbers."""
+    """Return what a library says in its first line, without its numbers, behind what the store answered."""
     if isinstance(error, OSError) and error.errno:
         return in_words(error)
-    line = str(error).partition("\n")[0]
-    return re.sub(r" in [\d.]+\S*s,? ?.*? - ", ": ", line)[:300]
+    line = re.sub(r" in [\d.]+\S*s,? ?.*? - ", ": ", str(error).partition("\n")[0])
+    if answer := _ANSWER.search(str(error)):  # in S3's XML, mostly not in the first line
+        line = f"{': '.join(answer.groups())} ({line.partition(': <')[0]})"
+    return line[:300]

@@ -764,6 +764,16 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         assert await b.fetch(tokens) is not None
 
 
+async def test_what_the_bucket_answers_is_told(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    async with start("a", S3) as a:
+        await until(lambda: bool(a.degradations.kinds))
+        (away,) = a.degradations.active
+        assert "list: SignatureDoesNotMatch: The request signature" in away.detail
+
+
 async def test_shared_store_can_be_asked_after_a_listing_was_given_up(link: FaultyLink) -> None:
     bucket = Bucket(S3)
 
