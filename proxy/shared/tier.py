@@ -67,24 +67,26 @@ class Tier:
             await self.remote.close()
 
     async def _keep_looking(self) -> None:
-        full_at, remote = dict[str, float](), self.remote
+        full_at, failed, remote = dict[str, float](), set[str](), self.remote
         while True:
-            done, now = [0.0], time.monotonic()
+            folders, now = [""], time.monotonic()
             try:
                 with suppress(CacheFault):  # it was noted
                     await self.downloads.find_out()
                 served = filter(None, map(remote.folder, remote.present().rates_by))
-                folders = list(dict.fromkeys(served))[:_MAX_NAMESPACES]
+                # What failed comes last, so that /health tells of it until the next round.
+                folders = sorted(dict.fromkeys(served), key=failed.__contains__)[:_MAX_NAMESPACES]
                 due = {f for f in folders if now - full_at.get(f, -inf) >= _FULL_LOOK_SECONDS}
-                done = [await self.look(folder, is_full=folder in due) for folder in folders]
-                if due and all(done):
-                    full_at |= dict.fromkeys(due, time.monotonic())
-                    self.uploads.begin()
+                done = {f: await self.look(f, is_full=f in due) for f in folders}
+                failed = {f for f in folders if not done[f]}
+                if listed := due - failed:
+                    full_at |= dict.fromkeys(listed, time.monotonic())
+                    self.uploads.begin(listed)
                     with suppress(CacheFault):  # it was noted
                         await self._keep_capacity()
             except Exception as error:
                 remote.faults.record("share", error)
-            await wait_for(remote.has_failed, _LOOK_SECONDS if done else _UNSERVED_SECONDS)
+            await wait_for(remote.has_failed, _LOOK_SECONDS if folders else _UNSERVED_SECONDS)
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 

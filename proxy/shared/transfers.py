@@ -202,12 +202,12 @@ class Uploads:
         self._outdated: list[Checkpoint] = []
         self._uploading: CheckpointId | None = None
         """The checkpoint that is being uploaded; None once its upload is needless."""
-        self._wake, self._is_busy, self._may_begin = asyncio.Event(), False, False
+        self._wake, self._is_busy, self._listed = asyncio.Event(), False, set[str]()
         self._wake.set()
 
-    def begin(self) -> None:
-        """Upload from now on: all that is there is known, and own states may be there from before."""
-        self._may_begin = True
+    def begin(self, folders: Iterable[str]) -> None:
+        """Upload there from now on: all that is there is known, and own states may be there from before."""
+        self._listed.update(folders)
         self._wake.set()
 
     def note_committed(self, checkpoint: Checkpoint) -> None:
@@ -242,7 +242,7 @@ class Uploads:
         is_served = bool(self._remote.present().rates_by)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._is_busy or self._wake.is_set() or (is_served and not self._may_begin):
+                while self._is_busy or self._wake.is_set() or (is_served and not self._listed):
                     if self._remote.is_failing("upload", "list"):
                         return
                     await asyncio.sleep(0.02)
@@ -274,8 +274,8 @@ class Uploads:
 
         For another thread: thousands may wait, as where the shared store is new.
         """
-        best, most = None, 0.0
-        for checkpoint_id in tuple(self._pending) if self._may_begin else ():
+        best, most, folder = None, 0.0, cache(self._remote.folder)
+        for checkpoint_id in tuple(self._pending) if self._listed else ():
             checkpoint = self._store.get(checkpoint_id)
             if checkpoint is None or checkpoint.shared_id:
                 self._pending.discard(checkpoint_id)
@@ -286,7 +286,8 @@ class Uploads:
                 if not worth or checkpoint.n_tokens < objects.STEP_TOKENS:
                     self._pending.discard(checkpoint_id)
                 elif worth > most and self._may_upload(checkpoint.size_bytes):
-                    best, most = checkpoint, worth
+                    if folder(checkpoint.namespace) in self._listed:
+                        best, most = checkpoint, worth
         return best
 
     def _may_upload(self, n_bytes: int) -> bool:

@@ -774,6 +774,21 @@ async def test_what_the_bucket_answers_is_told(
         assert "list: SignatureDoesNotMatch: The request signature" in away.detail
 
 
+async def test_model_whose_states_cannot_be_listed_is_told_of_and_holds_up_no_other(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS * n_faults)
+    async with start("a", S3, has_other_model=True, serves=False) as a:
+        link.harm(Fault.ERROR, only=a.tier.remote.folder(THEIRS))
+        a.served.extend([THEIRS, OURS])
+        await a.commit(run_of(3000), namespace=THEIRS)
+        await a.commit(run_of(4000))
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.sample("shared_faults_total", operation="list") == 2)
+        assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        assert link.n_seen["PUT"] == 2, "the other model's state may be there from before"
+
+
 async def test_shared_store_can_be_asked_after_a_listing_was_given_up(link: FaultyLink) -> None:
     bucket = Bucket(S3)
 
