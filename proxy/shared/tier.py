@@ -169,7 +169,7 @@ class Tier:
             return None
         except (ValueError, StateDamaged) as error:
             self.remote.known.add(checkpoint_id)  # it is not read again
-            if checkpoint_id not in self._denied:
+            if not (self._denied and isinstance(error, Denied)):  # one line for all, not thousands
                 told = {"name": each.name, "why": str(error)}
                 self.remote.log.warning("a record in the shared store is refused", **told)
             if isinstance(error, Denied):

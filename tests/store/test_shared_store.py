@@ -17,6 +17,7 @@ from urllib.parse import quote
 import msgspec
 import obstore
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
@@ -406,6 +407,20 @@ async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: Fa
             "it is asked for with everything, not every ten seconds"
         )
         assert await b.find(run_of(3000), is_full=True)
+
+
+async def test_records_that_may_not_be_read_have_one_line_in_the_log(
+    start: Start, link: FaultyLink
+) -> None:
+    async with start("a", S3) as a:
+        for mark in range(3):
+            await a.save(run_of(3000, start=10_000 * mark))
+        link.harm(Fault.SKEWED, only=".meta")
+        with capture_logs() as logs:
+            async with start("b", S3) as b:
+                await b.find(run_of(3000), is_full=True)
+        told = [line["why"] for line in logs if "is refused" in line["event"]]
+        assert len(told) == 1 and told[0].startswith("RequestTimeTooSkewed"), told
 
 
 async def test_record_of_another_user_in_a_directory_hides_no_other(
