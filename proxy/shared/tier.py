@@ -17,7 +17,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
 from proxy.shared import objects
 from proxy.shared.bucket import Denied, Gone
-from proxy.shared.objects import META, ORPHAN_SECONDS, Listed, Meta
+from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
@@ -181,16 +181,17 @@ class Tier:
     ) -> None:
         """Forget *known* states of a namespace that are gone, and delete objects that nobody finished."""
         remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
-        there = await asyncio.to_thread(_ids_in, found)
-        for checkpoint_id in known - there:
+        recorded = await asyncio.to_thread(_ids_in, found, {META})
+        whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
+        for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
-                await remote.forget(record)
+                await remote.forget(record, is_gone=checkpoint_id not in recorded)
             await asyncio.sleep(0)
         orphans = [
             objects.name_of(folder, shared_id, kind)
             for shared_id, (kinds, _, at) in found.items()
-            if META not in kinds and now - at > ORPHAN_SECONDS
+            if not {META, STATE} <= {*kinds.split()} and now - at > ORPHAN_SECONDS
             for kind in kinds.split()
         ]
         if orphans:
@@ -224,6 +225,6 @@ def _add(found: dict[str, Found], batch: list[Listed]) -> None:
         found[each.id] = kinds, n_bytes, max(at, each.modified_at)
 
 
-def _ids_in(found: dict[str, Found]) -> set[CheckpointId]:
-    whole = (shared_id for shared_id, (kinds, *_) in found.items() if META in kinds)
-    return set(map(objects.index_id, whole))
+def _ids_in(found: dict[str, Found], wanted: set[str]) -> set[CheckpointId]:
+    those = (i for i, (kinds, *_) in found.items() if wanted <= {*kinds.split()})
+    return set(map(objects.index_id, those))

@@ -338,6 +338,24 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
         assert [path.exists() for path in halves] == [False, True]
 
 
+async def test_record_without_its_state_is_not_found_and_swept_after_an_hour(
+    start: Start, tmp_path: Path
+) -> None:
+    """As where a rule of the bucket deletes large objects."""
+    async with start("a") as a, start("b") as b:
+        gone = await a.save(run_of(3000))
+        kept = await a.save(run_of(3000, start=10_000))
+        assert await b.find(run_of(3000))
+        (tmp_path / "shared" / a.tier.remote.name(gone, "state")).unlink()
+        record = tmp_path / "shared" / a.tier.remote.name(gone, "meta")
+        assert not await b.find(run_of(3000), is_full=True) and record.exists()
+        long_ago = time.time() - 2 * 3600
+        os.utime(record, (long_ago, long_ago))
+        await b.find(run_of(3000), is_full=True)
+        left = {path.stem for path in objects_in(tmp_path / "shared")}
+        assert left == {kept.shared_id}
+
+
 async def test_listing_is_whole_where_nothing_may_be_deleted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def _multiply(bucket: Path) -> int:
         data = msgspec.msgpack.encode(made)
         n_bytes += len(data)
         real.with_name(f"{shared_id}.meta").write_bytes(data)
+        real.with_name(f"{shared_id}.state").touch()
     return n_bytes
 
 
