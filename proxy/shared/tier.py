@@ -14,7 +14,7 @@ from math import inf
 from proxy.core.model import Checkpoint, CheckpointId, is_same_canary
 from proxy.core.sharing import SharedLimits, choose_deletions
 from proxy.core.tokens import Namespace
-from proxy.errors import CacheFault, StateDamaged
+from proxy.errors import CacheFault, SharedStoreFault, StateDamaged
 from proxy.shared import objects
 from proxy.shared.bucket import Denied, Gone
 from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, Listed, Meta
@@ -77,8 +77,7 @@ class Tier:
                 # What failed comes last, so that /health tells of it until the next round.
                 folders = sorted(dict.fromkeys(served), key=failed.__contains__)[:_MAX_NAMESPACES]
                 due = {f for f in folders if now - full_at.get(f, -inf) >= _FULL_LOOK_SECONDS}
-                done = {f: await self.look(f, is_full=f in due) for f in folders}
-                failed = {f for f in folders if not done[f]}
+                failed = {f for f in folders if not await self.look(f, is_full=f in due)}
                 if listed := due - failed:
                     full_at |= dict.fromkeys(listed, time.monotonic())
                     self.uploads.begin(listed)
@@ -115,8 +114,8 @@ class Tier:
         began = time.monotonic()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
-            if is_full:  # what might not be read is tried again
-                self.remote.known -= self._denied
+            # With everything, what might not be read is tried again.
+            self.remote.known -= self._denied if is_full else set[CheckpointId]()
             known = set(self.remote.known) if is_full else set[CheckpointId]()
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = None if is_full else f"{under}/{since}"
@@ -150,12 +149,18 @@ class Tier:
                         self.remote.known.add(objects.index_id(each.id))  # it is not read again
                         apart.add(meta.host)
 
-        await asyncio.gather(*(read() for _ in new[:_READ_AT_ONCE]))
+        readers = (read() for _ in new[:_READ_AT_ONCE])
+        ended = await asyncio.gather(*readers, return_exceptions=True)
         if entries:
             await self.remote.enter(*entries)
         for host in apart:
             says = _APART.format(host)
             self.remote.log.warning("states of another machine are not used", says=says)
+        is_away = len(ended) == _READ_AT_ONCE and all(ended)
+        for fault in filter(None, ended):  # a few records that cannot be read hide no others
+            if is_away or not isinstance(fault, SharedStoreFault):
+                raise fault
+            self.remote.log.info("a record in the shared store cannot be read now", why=str(fault))
 
     async def _read(self, each: Listed) -> Meta | None:
         checkpoint_id = objects.index_id(each.id)
@@ -220,9 +225,8 @@ class Tier:
 
 def _add(found: dict[str, Found], batch: list[Listed]) -> None:
     for each in batch:
-        kinds, n_bytes, at = found.get(each.id, ("", 0, 0.0))
-        kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
-        found[each.id] = kinds, n_bytes, max(at, each.modified_at)
+        kinds, size, at = found.get(each.id, ("", 0, 0.0))
+        found[each.id] = f"{kinds} {each.kind}", size + each.size_bytes, max(at, each.modified_at)
 
 
 def _ids_in(found: dict[str, Found], wanted: set[str]) -> set[CheckpointId]:

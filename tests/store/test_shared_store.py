@@ -427,6 +427,23 @@ async def test_record_that_may_not_be_read_hides_no_other(start: Start, link: Fa
         assert await b.find(run_of(3000), is_full=True)
 
 
+@pytest.mark.parametrize("fault", [Fault.ERROR, Fault.HUNG])
+async def test_record_that_cannot_be_read_now_hides_no_other_and_is_read_later(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """As where a part of the bucket is away."""
+    monkeypatch.setattr(shared_bucket, "_SILENT_SECONDS", 1)
+    async with start("a", S3) as a, start("b", S3) as b:
+        away = await a.save(run_of(3000))
+        await a.save(run_of(3000, start=10_000))
+        link.harm(fault, only=f"{away.shared_id}.meta")
+        assert await b.find(run_of(3000, start=10_000)) and not await b.find(run_of(3000))
+        assert await b.tier.look(b.tier.remote.folder(OURS), is_full=True) > 0
+        assert not b.degradations.kinds
+        link.heal()
+        assert await b.find(run_of(3000))
+
+
 async def test_records_that_may_not_be_read_have_one_line_in_the_log(
     start: Start, link: FaultyLink
 ) -> None:
