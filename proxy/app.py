@@ -103,7 +103,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         **store.report,
     )
     if anew := store.report.get("index_made_anew"):
-        says = f"the index of {directory} was made anew from the states there ({anew})"
+        says = f"the index of {directory} was mended from the states there ({anew})"
         get_logger("store").warning("index made anew", says=says)
     return store
 
