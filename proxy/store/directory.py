@@ -312,7 +312,7 @@ class StoreDirectory:
                 self.write_sidecars([record])
         lost = self.rebuild.lost if self.rebuild else ()
         orphans = (states | beside) - entered - set(map(id_of, lost))
-        for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
+        for name in [n for n in names if id_of(n) in orphans]:
             self.files.remove(name)
             n_files += 1
         return len(broken), n_files

@@ -113,7 +113,11 @@ class Index:
                 is_old = sound == self._file and self._file.exists()
                 if self._is_copied:
                     sound.replace(self._file)
-                _give_room(path / "lock.mdb")
+                lock = os.open(path / "lock.mdb", os.O_WRONLY | os.O_CREAT, 0o600)
+                with open(
+                    lock, "wb"
+                ) as file:  # LMDB maps it: on a full disk a hole ends the process
+                    file.write(bytes(8192))
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name
@@ -129,8 +133,7 @@ class Index:
     def _check_format(self, path: Path) -> None:
         found = self.value("format", int)
         if found is None and not self._is_readonly:
-            with self._writing() as txn:
-                self._put_value(txn, "format", FORMAT_VERSION)
+            self.put_value("format", FORMAT_VERSION)
             self.flaw = "it was not there"
         elif found != FORMAT_VERSION:
             self.close()
@@ -406,7 +409,6 @@ def _faults() -> Iterator[None]:
 _VALUE_BYTES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
-_LOCK_BYTES = 8192
 _EXIT_DAMAGED = 65
 _FATAL_SIGNALS = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*sys.argv[1:])"
@@ -481,12 +483,6 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
     except lmdb.Error as error:
         print(error)
         sys.exit(_EXIT_DAMAGED)
-
-
-def _give_room(lock: Path) -> None:
-    """Write the lock file, which LMDB maps with a hole: on a full disk a signal would end this process."""
-    with open(os.open(lock, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        file.write(bytes(_LOCK_BYTES))
 
 
 def _open_file(file: str, **options: Any) -> lmdb.Environment:
