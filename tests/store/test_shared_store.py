@@ -930,6 +930,7 @@ async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
 ) -> None:
     tokens = run_of(3000)
     async with start("a", S3) as a, start("b", S3) as b:
+        await a.tier.uploads.drain(SECOND)  # so far it is listed, and uploads may begin
         link.harm(fault, only=only)
         saved = await a.commit(tokens)
         assert [c.checkpoint.id for c in a.store.find(OURS, tokens)] == [saved.id]
