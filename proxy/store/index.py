@@ -113,10 +113,9 @@ class Index:
                 is_old = sound == self._file and self._file.exists()
                 if self._is_copied:
                     sound.replace(self._file)
+                # LMDB maps its lock file: on a full disk a hole in the file would end the process.
                 lock = os.open(path / "lock.mdb", os.O_WRONLY | os.O_CREAT, 0o600)
-                with open(
-                    lock, "wb"
-                ) as file:  # LMDB maps it: on a full disk a hole ends the process
+                with open(lock, "wb") as file:
                     file.write(bytes(8192))
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
