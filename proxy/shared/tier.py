@@ -30,9 +30,7 @@ _OVERLAP_SECONDS = 600.0
 _READ_AT_ONCE = 32
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
-_APART = (
-    "states of {} are not used: its model predicts differently (other hardware, build or weights)"
-)
+_APART = "its model predicts differently (other hardware, build or weights)"
 
 Found = tuple[str, int, float]
 """The kinds of a state's objects, their bytes, and when the newest was written. Of a hundred thousand plain
@@ -154,7 +152,7 @@ class Tier:
         if entries:
             await self.remote.enter(*entries)
         for host in apart:
-            says = _APART.format(host)
+            says = f"states of {host} are not used: {_APART}"
             self.remote.log.warning("states of another machine are not used", says=says)
         is_away = len(ended) == _READ_AT_ONCE and all(ended)
         for fault in filter(None, ended):  # a few records that cannot be read hide no others

@@ -16,6 +16,7 @@ from functools import cache, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
+from random import random
 from secrets import token_hex
 from socket import gethostname
 from typing import BinaryIO
@@ -37,7 +38,7 @@ from proxy.store.offline import entered_as
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
 _TRIAL_SECONDS, _N_TRIALS = 0.25, 16
-"""How long a state is read to measure the link, and among how many the largest is read."""
+"""How long a state is read to measure the link, and among how many, the larger ones the likelier."""
 _UPLOADED = "uploaded"
 
 
@@ -60,11 +61,13 @@ class Downloads:
         if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
             known, folder = map(remote.index.record, remote.index.ids()), cache(remote.folder)
             named = (c for c in known if c and folder(c.namespace))
-            largest = max(islice(named, _N_TRIALS), key=lambda c: c.size_bytes, default=None)
+            # By chance: a state that cannot be read must not stand for all of them each time.
+            few = islice(named, _N_TRIALS)
+            chosen = max(few, key=lambda c: c.size_bytes * random(), default=None)
             with remote.trying("fetch"), suppress(Gone):
-                if largest is not None:
+                if chosen is not None:
                     until = time.monotonic() + _TRIAL_SECONDS
-                    async with aclosing(self._stream(largest)) as stream:
+                    async with aclosing(self._stream(chosen)) as stream:
                         async for _ in stream:
                             if time.monotonic() > until:
                                 break

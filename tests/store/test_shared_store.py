@@ -884,6 +884,19 @@ async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: Fa
         assert len(b.store) == 0
 
 
+async def test_state_that_cannot_be_read_keeps_no_others_from_being_fetched_for_long(
+    start: Start, link: FaultyLink
+) -> None:
+    async with start("a", S3) as a, start("b", S3) as b:
+        away = await a.save(run_of(6000))
+        await a.save(run_of(3000, start=10_000))
+        assert await b.find(run_of(6000)) and await b.find(run_of(3000, start=10_000))
+        link.harm(Fault.ERROR, only=f"{away.shared_id}.state")
+        assert await b.fetch(run_of(6000)) is None
+        await until(lambda: not b.tier.downloads.is_off)
+        assert await b.fetch(run_of(3000, start=10_000))
+
+
 async def test_link_is_measured_before_a_request_needs_it(start: Start) -> None:
     tokens = run_of(60_000)
     async with start("a") as a, start("b") as b:
