@@ -156,11 +156,11 @@ def test_members_of_a_group_run_together_and_one_ends_when_idle_for_its_ttl(tmp_
 
 
 async def test_without_one_of_its_keys_only_health_is_answered(tmp_path: Path) -> None:
-    with Swap(tmp_path, {"full": "full"}, apiKeys=["a key"]) as swap:
+    with Swap(tmp_path, {"full": "full"}, apiKeys=["a-key"]) as swap:
         assert swap.request("GET", "/health") == (200, "OK")
         message = "unauthorized: invalid or missing API key"
         assert refusal(swap.request("GET", "/running")) == (401, message)
-        keyed = {"Authorization": "Bearer a key"}
+        keyed = {"Authorization": "Bearer a-key"}
         async with aiohttp.ClientSession(swap.base_url, headers=keyed) as client:
             async with client.get("/running") as reply:
                 assert await reply.json() == {"running": []}
