@@ -234,7 +234,9 @@ class HostedModels(Watched):
     def _advance(self) -> None:
         """Admit the requests that can be served, and begin to load the next model."""
         wanted = [waiting.model for waiting in self._waiting]
-        admitted, load, leaving = next_step(wanted, self._residents, kept_out=self._changing)
+        tried = {m for m, n in self._users.items() if n} - self.loaded  # by the host itself
+        kept_out = self._changing | tried
+        admitted, load, leaving = next_step(wanted, self._residents, kept_out=kept_out)
         self._admit([self._waiting[index] for index in admitted])
         if load is not None:
             self._changing = leaving | {load}

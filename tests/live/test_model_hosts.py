@@ -184,7 +184,9 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
             log_path = tmp_path / "router.log"
             host = Router(models, slots, n_ctx=32768, extra_args=keyed, log_path=log_path)
         else:
-            host = Swap(tmp_path, kinds, slots, n_ctx=32768, **_keyed(key))
+            kinds["broken"] = "full"
+            settings_of = {"broken": {"cmd": "/bin/false"}}
+            host = Swap(tmp_path, kinds, slots, n_ctx=32768, settings=settings_of, **_keyed(key))
         settings |= {"upstream_api_key": key} if key else {}
         # What is written back is what a swap has written back, not what was idle.
         async with Rig(host, slots, **{"idle_save_seconds": 3600.0, **settings}) as rig:
@@ -298,6 +300,22 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
         )
         assert counted["input_tokens"] > 0 and models.loaded() == {"full"}
         await models.rig.reasons_are()
+
+
+async def test_model_that_cannot_be_loaded_takes_no_room_from_others(
+    start_models: StartModels,
+) -> None:
+    """Its host tries again for each request, and then loads nothing else."""
+    question = [{"role": "user", "content": "hello"}]
+    async with start_models() as models:
+        with capture_logs() as logs:
+            for _ in range(3):
+                asked = [models.ask(kind, question, max_tokens=1) for kind in KINDS]
+                refused, *_ = await asyncio.gather(models.refusal("broken", CHAT), *asked)
+                assert refused[0] == 500
+        failed = [line["model"] for line in logs if line["event"] == "model not loaded"]
+        assert failed == ["broken"] * 3
+        assert models.rig.n_faults() == 0
 
 
 async def test_death_that_a_swap_has_not_noticed_is_waited_out(
