@@ -5,7 +5,7 @@ Pure: waiting requests, loaded models and the offers of llama-servers come in; a
 Which model of a host is loaded next (`next_step`), for the waiting requests in arrival order:
 
 1. A request whose model is loaded goes on, unless an earlier request waits for that model to be unloaded:
-   otherwise a busy model would keep the others out for ever.
+   otherwise a busy model would keep the others out for ever. Requests that waited for the load all go on.
 2. For a request whose model is not loaded, the model is loaded once no request uses the models that must
    be unloaded for it. One model is loaded at a time.
 3. Every other request waits.

@@ -265,8 +265,8 @@ class HostedModels(Watched):
             gone = before - self.loaded
             if model in self.loaded:
                 self._together -= {frozenset((model, other)) for other in gone}
-            else:  # the host's own answer says why the model cannot be loaded
-                self._admit([w for w in self._waiting if w.model == model])
+            # If the model cannot be loaded, the host's own answer says why.
+            self._admit([w for w in self._waiting if w.model == model])
             self._advance()
         if model in self.loaded:
             seconds = round(time.monotonic() - began, 3)

@@ -302,6 +302,16 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
         await models.rig.reasons_are()
 
 
+async def test_requests_that_wait_for_a_model_need_one_load(start_models: StartModels) -> None:
+    question = [{"role": "user", "content": "hello"}]
+    async with start_models() as models:
+        with capture_logs() as logs:
+            asked = [models.ask(kind, question, max_tokens=1) for kind in KINDS * 3]
+            await asyncio.gather(*asked)
+        loaded = [line["model"] for line in logs if line["event"] == "model loaded"]
+        assert sorted(loaded) == sorted(KINDS)
+
+
 async def test_model_that_cannot_be_loaded_takes_no_room_from_others(
     start_models: StartModels,
 ) -> None:
