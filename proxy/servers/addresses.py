@@ -252,12 +252,12 @@ class HostedModels(Watched):
 
     async def _change(self, model: str, leaving: frozenset[str]) -> None:
         """Save and unload the models in *leaving*, then load *model*."""
-        before, began = self.loaded, time.monotonic()
+        before, began, log, reason = self.loaded, time.monotonic(), get_logger("models"), ""
         try:
             await self._let_go(leaving)
             await self.host.load(model)
-        except errors.CacheFault as fault:
-            get_logger("models").warning("model not loaded", model=model, reason=str(fault))
+        except errors.CacheFault as fault:  # vLLM, say, answers /health with nothing
+            reason = str(fault)
         finally:
             await self.look()
             self._changing = frozenset()
@@ -270,8 +270,9 @@ class HostedModels(Watched):
             self._advance()
         if model in self.loaded:
             seconds = round(time.monotonic() - began, 3)
-            log = get_logger("models")
             log.info("model loaded", model=model, seconds=seconds, unloaded=sorted(gone))
+        elif reason:
+            log.warning("model not loaded", model=model, reason=reason)
 
     async def _let_go(self, leaving: frozenset[str]) -> None:
         """Save the slots of these models, send the models nothing more, and unload them."""

@@ -452,7 +452,9 @@ async def test_model_that_is_no_llama_server_is_unloaded_at_a_swap_when_nobody_a
     command = shlex.join([*files, "--directory", str(tmp_path)])
     other = {"cmd": command, "proxy": f"http://127.0.0.1:{port}", "ttl": 2}
     async with at_a_swap(tmp_path, **other) as models:
-        assert (await models.refusal("full", CHAT))[0] == 501
+        with capture_logs() as logs:
+            assert (await models.refusal("full", CHAT))[0] == 501
+        assert [line["event"] for line in logs if line.get("model") == "full"][0] == "model loaded"
         await models.rig.reasons_are("not a llama-server")
         await until(lambda: not models.loaded())
         await models.rig.reasons_are()
