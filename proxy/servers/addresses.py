@@ -83,6 +83,8 @@ class HostedModels(Watched):
         self._together: set[frozenset[str]] = set()
         self._waiting: list[_WaitingForModel] = []
         self._changing: frozenset[str] = frozenset()
+        self._failed: frozenset[str] = frozenset()
+        """The model that could not be loaded last: its host tries again for each request."""
         self._has_given_up = False
         self._change_under_way: asyncio.Task[None] | None = None
         self._one_look = asyncio.Lock()
@@ -234,8 +236,7 @@ class HostedModels(Watched):
     def _advance(self) -> None:
         """Admit the requests that can be served, and begin to load the next model."""
         wanted = [waiting.model for waiting in self._waiting]
-        tried = {m for m, n in self._users.items() if n} - self.loaded  # by the host itself
-        kept_out = self._changing | tried
+        kept_out = self._changing | {m for m in self._failed - self.loaded if self._users[m]}
         admitted, load, leaving = next_step(wanted, self._residents, kept_out=kept_out)
         self._admit([self._waiting[index] for index in admitted])
         if load is not None:
@@ -262,6 +263,7 @@ class HostedModels(Watched):
             await self.look()
             self._changing = frozenset()
             self._note_loaded()
+            self._failed = frozenset({model}) - self.loaded
             gone = before - self.loaded
             if model in self.loaded:
                 self._together -= {frozenset((model, other)) for other in gone}
