@@ -264,46 +264,47 @@ def _gains_nothing_elsewhere(
 # with the least to lose.
 
 
-def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
+def choose_slot_for_bypass(
+    slots: Collection[Slot], namespace: Namespace, body: Sequence[bytes] = ()
+) -> Slot | None:
     """Return the free slot for a request whose prompt is not known, or None if there is none.
 
-    First a slot that such a request of the same tenant used before (llama-server reuses what it can),
-    then an empty one, then the one whose loss costs least.
+    First a slot that such a request of the same tenant used before (llama-server reuses what it can), but
+    not if less than half of that request comes again: the slot may hold another conversation. Then an
+    empty slot, then the one whose loss costs least. *body* are the prefix hashes of the request's body.
     """
-    free = [slot for slot in slots if not slot.is_leased]
-    used = [s for s in free if isinstance(s.content, Unknown) and s.content.tenant == namespace]
-    newest = max(used, key=lambda slot: slot.used_at, default=None)
-    return newest or choose_slot_to_empty(free)
+    going_on = [
+        (n_again, slot.used_at, slot.id, slot)
+        for slot, held in _unknown_slots(slots, namespace)
+        if 2 * (n_again := common_prefix_length(held.body, body)) >= len(held.body)
+    ]
+    return max(going_on)[-1] if going_on else choose_slot_to_empty(slots)
 
 
 def choose_slot_for_brief(
-    slots: Iterable[Slot], conversation: Conversation, namespace: Namespace
+    slots: Collection[Slot], conversation: Conversation, namespace: Namespace
 ) -> Slot | None:
     """Return the free slot for a chat that is too short to be looked up, or None if each costs something.
 
     First the slot that holds the chat's beginning, then an empty slot, then that of the oldest brief chat.
     """
+    brief = {slot.id: held.brief for slot, held in _unknown_slots(slots, namespace) if held.brief}
+    cheap = [slot for slot in slots if slot.id in brief or isinstance(slot.content, Empty)]
+    same = (s for s in cheap if s.id in brief and conversation.digests.startswith(brief[s.id]))
+    return next(same, None) or choose_slot_to_empty(cheap)
 
-    def order(slot: Slot) -> tuple[bool, bool, float]:
-        content = slot.content
-        goes_on = isinstance(content, Unknown) and conversation.n_behind(content.brief) > 0
-        return not goes_on, not isinstance(content, Empty), slot.used_at
 
-    def costs_nothing(slot: Slot) -> bool:
-        content = slot.content
-        if isinstance(content, Unknown):
-            return bool(content.brief) and content.tenant == namespace
-        return isinstance(content, Empty)
-
-    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot))
-    return min(free, key=order, default=None)
+def _unknown_slots(slots: Iterable[Slot], namespace: Namespace) -> list[tuple[Slot, Unknown]]:
+    """Return the free slots that hold what was not read of a tenant's requests."""
+    free = [(slot, slot.content) for slot in slots if not slot.is_leased]
+    return [(s, c) for s, c in free if isinstance(c, Unknown) and c.tenant == namespace]
 
 
 def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
     """Return the free slot whose loss costs least, or None if there is none."""
 
-    def loss(slot: Slot) -> tuple[int, float]:
+    def loss(slot: Slot) -> tuple[int, bool, float]:
         n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
-        return n_unsaved, slot.used_at
+        return n_unsaved, not isinstance(slot.content, Empty), slot.used_at
 
     return min((slot for slot in slots if not slot.is_leased), key=loss, default=None)

@@ -51,13 +51,15 @@ class Unknown:
     A slot that may hold any tenant's tokens is erased before it is used again. If `can_be_adopted`, a save
     will tell the tokens, and they are worth keeping. `likely` are tokens that the slot probably holds, such
     as the prompt of a request that was abandoned, or the prompt that is being evaluated. `brief` are the
-    digests of the Conversation of a brief chat that ended in the slot.
+    digests of the Conversation of a brief chat that ended in the slot. `body` are the prefix hashes of the
+    body of a request whose prompt was not read.
     """
 
     tenant: Namespace | None = None
     can_be_adopted: bool = True
     likely: TokenIds | None = None
     brief: bytes = b""
+    body: Sequence[bytes] = ()
     origin: Origin = EVALUATED
     n_points_at_most: ClassVar = MAX_CONTEXT_CHECKPOINTS
 

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from proxy.llama.files import fingerprint_model
-from tests.lab.conversation import agent_requests, prose, system, tools
+from tests.lab.conversation import agent_requests, answer, prose, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
@@ -194,6 +194,22 @@ async def test_conversation_with_an_adapter_goes_on_in_its_slot_as_without_the_p
         n_kept = (await rig.chat(MESSAGES[0], **adapted))["timings"]["cache_n"]
         assert reply["timings"]["cache_n"] > n_kept - SLACK_TOKENS > 500
         assert await is_evaluated_whole(rig)
+
+
+async def test_conversations_with_one_adapter_take_turns_in_a_slot_for_each(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    """Their prompts are not read, so that only their bodies tell which slot holds which of them."""
+    write_adapter(adapter := tmp_path / "adapter.gguf")
+    adapted = {"lora": [{"id": 0, "scale": 0.5}]}
+    talks = [[system(200, number), user(number, 200)] for number in (1, 2)]
+    async with start_rig("full", n_slots=3, extra_args=("--lora", str(adapter))) as rig:
+        for turn in range(3):
+            for talk in talks:
+                reply = await rig.chat(talk, **adapted)
+                timings = reply["timings"]
+                assert not turn or timings["cache_n"] > 3 * timings["prompt_n"]
+                talk += [answer(turn), user(turn, 5)]
 
 
 async def test_shifted_state_does_not_outlive_the_proxy(start_rig: StartRig) -> None:

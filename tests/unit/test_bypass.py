@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,8 +37,27 @@ def test_choose_slot_for_bypass_among_known_slots_takes_the_least_unsaved() -> N
     assert chosen is not None and chosen.id == 1
 
 
-def test_brief_chat_goes_on_in_its_own_slot() -> None:
-    chosen = choose_slot_for_brief(BRIEF_SLOTS, chat("system", "a1", "a2"), NAMESPACE)
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("abcdxy", 0),  # goes on
+        ("abxy", 0),  # half of it was edited
+        ("vwxyz", 1),
+        ("axyz", 3),  # another conversation with the same header
+    ],
+)
+def test_choose_slot_for_bypass_goes_on_where_most_of_the_body_comes_again(
+    body: str, expected: int
+) -> None:
+    bodies = [[char.encode() for char in text] for text in ("abcd", "vwxy", "abcdefghi")]
+    held = slots(*(Unknown(NAMESPACE, body=each) for each in bodies), Empty())
+    chosen = choose_slot_for_bypass(held, NAMESPACE, [char.encode() for char in body])
+    assert chosen is not None and chosen.id == expected
+
+
+@pytest.mark.parametrize("more", [("a2",), ()])
+def test_brief_chat_goes_on_and_is_asked_again_in_its_own_slot(more: tuple[str, ...]) -> None:
+    chosen = choose_slot_for_brief(BRIEF_SLOTS, chat("system", "a1", *more), NAMESPACE)
     assert chosen is not None and chosen.id == 2
 
 
@@ -77,6 +97,8 @@ def test_choose_slot_to_empty_takes_the_one_with_least_unsaved_work() -> None:
         chosen = choose_slot_to_empty(slots(lost, saved))
         assert chosen is not None and chosen.id == 1
     chosen = choose_slot_to_empty(slots(saved, Unknown(NAMESPACE), Empty()))
+    assert chosen is not None and chosen.id == 2
+    chosen = choose_slot_to_empty(slots(saved, Unknown(NAMESPACE)))
     assert chosen is not None and chosen.id == 1
 
 
