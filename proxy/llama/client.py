@@ -115,8 +115,14 @@ class Probability(msgspec.Struct):
 
 
 class TokenPiece(msgspec.Struct):
+    """A token with its text, or with its bytes where a character has several tokens."""
+
     id: int
     piece: str | list[int]
+
+    @property
+    def spelled(self) -> bytes:
+        return self.piece.encode() if isinstance(self.piece, str) else bytes(self.piece)
 
 
 class ModelMeta(msgspec.Struct):
@@ -351,9 +357,10 @@ class LlamaServer:
         ids = await self.call("POST", "/tokenize", list[int], fields, headers, key="tokens")
         return token_ids(ids)
 
-    async def pieces(self, text: str, headers: Headers) -> list[TokenPiece]:
-        """Tokenize *text* as a prompt; return each token with its text."""
-        fields = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
+    async def pieces(self, text: str, headers: Headers, *, add_special: bool) -> list[TokenPiece]:
+        """Tokenize *text* as a prompt, or as a part of one; return each token with its text."""
+        fields = {"content": text, "add_special": add_special, "parse_special": True}
+        fields["with_pieces"] = True
         return await self.call("POST", "/tokenize", list[TokenPiece], fields, headers, key="tokens")
 
     async def evaluate(

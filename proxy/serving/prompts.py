@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -123,7 +124,9 @@ class PromptReader:
         if is_before_media := body.has_media:
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
-        tokens = await self.known.tokenize(text, headers, namespace)
+        ends_with_user = text_of(body.messages[-1] if body.messages else None, "role") == "user"
+        is_cut = rule.is_end_only or (rule.is_restore_points and ends_with_user)
+        tokens = await self.known.tokenize(text, headers, namespace, is_cut=is_cut)
         digests = (conversation or conversation_of(body)).digests
         n_system = n_leading_system(body.messages)
         rendering = _Rendered(text, tokens, body, headers, namespace, digests, n_system)
@@ -294,6 +297,8 @@ class PromptReader:
     async def _tokens_before(self, rendering: _Rendered, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
         tail = rendering.text[n_characters:]
+        if n_tail := self.known.n_tokens_behind(rendering.text, tail):
+            return len(rendering.tokens) - n_tail
         tokens = self._tails.get(key := (rendering.namespace, tail))
         if tokens is None:
             tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
@@ -336,7 +341,7 @@ async def _to_last_special(upstream: LlamaServer, text: str, headers: Headers) -
 
     A token is special if its text gives other tokens when special tokens are read as ordinary text.
     """
-    pieces = await upstream.pieces(text, headers)
+    pieces = await upstream.pieces(text, headers, add_special=True)
     for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
         shown = pieces[index].piece
         if isinstance(shown, str) and len(shown) > 2:
@@ -358,13 +363,20 @@ class KnownTexts:
     def __init__(self, upstream: LlamaServer) -> None:
         self._upstream = upstream
         self._texts: deque[tuple[Namespace, str, TokenIds]] = deque(maxlen=_N_TEXTS)
+        self._ends: deque[tuple[str, dict[int, int]]] = deque(maxlen=_N_TEXTS)
+        """How many tokens the last so many bytes of a text are, wherever a token begins near its end."""
         self._mark: tuple[str, int] | None = None
         self._is_mark_sought = True
         self.n_spliced = 0
 
-    async def tokenize(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds:
-        """Return the tokens of a rendering for a tenant; raises UpstreamFault."""
-        tokens = await self._splice(text, headers, namespace)
+    async def tokenize(
+        self, text: str, headers: Headers, namespace: Namespace, *, is_cut: bool = False
+    ) -> TokenIds:
+        """Return the tokens of a rendering for a tenant; raises UpstreamFault.
+
+        If the rendering *is_cut* near its end, `n_tokens_behind` tells later how many are behind a cut.
+        """
+        tokens = await self._splice(text, headers, namespace, is_cut=is_cut)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
         theirs = (known for known in self._texts if known[0] == namespace)
@@ -389,7 +401,14 @@ class KnownTexts:
         self._mark = None
         return True
 
-    async def _splice(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds | None:
+    def n_tokens_behind(self, text: str, tail: str) -> int:
+        """Return how many tokens of a text its *tail* is; 0 if a token straddles, or nobody has asked."""
+        ends = next((ends for known, ends in self._ends if known is text), {})
+        return ends.get(len(tail.encode()), 0)
+
+    async def _splice(
+        self, text: str, headers: Headers, namespace: Namespace, *, is_cut: bool
+    ) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
         mark, mark_id = self._mark or ("", 0)
         begin, head = 0, TokenIds("i")
@@ -405,11 +424,20 @@ class KnownTexts:
                     begin, head = end, known_tokens[: len(known_tokens) - 1 - at]
         if not begin:
             return None
-        tail = await self._upstream.tokenize(text[begin:], headers, add_special=False)
-        tokens = head + tail
+        tail, ends = text[begin:], dict[int, int]()
+        if is_cut and len(tail) <= _REMEMBERED_CHARACTERS:
+            pieces = await self._upstream.pieces(tail, headers, add_special=False)
+            tokens = head + token_ids(piece.id for piece in pieces)
+            # Some tokenizers write a space before a text, which is not in the text.
+            if b"".join(spelled := [piece.spelled for piece in pieces]) == tail.encode():
+                n_bytes = accumulate(map(len, reversed(spelled)))
+                ends = {n: i for i, n in enumerate(n_bytes, 1)}
+        else:
+            tokens = head + await self._upstream.tokenize(tail, headers, add_special=False)
         self.n_spliced += 1
         if self.n_spliced % _CHECKED == 1 and await self.was_wrong(text, tokens, headers):
             return None
+        self._ends.append((text, ends))
         return tokens
 
 

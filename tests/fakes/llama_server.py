@@ -303,20 +303,15 @@ class FakeLlamaServer:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
+        content, add_special = body.get("content", []), body.get("add_special", False)
+        tokens = tokenizer.tokenize_parts(
+            content, add_special=add_special, parse_special=body.get("parse_special", True)
+        )
         if body.get("with_pieces"):
-            pieces = ["", *tokenizer.pieces(body["content"])]
-            tokens = tokenizer.tokenize(body["content"])
+            pieces = [*[""] * add_special, *tokenizer.pieces(content)]
             listed = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]
             return _json({"tokens": listed})
-        return _json(
-            {
-                "tokens": tokenizer.tokenize_parts(
-                    body.get("content", []),
-                    add_special=body.get("add_special", False),
-                    parse_special=body.get("parse_special", True),
-                )
-            }
-        )
+        return _json({"tokens": tokens})
 
     async def _echo(self, request: web.Request) -> web.Response:
         return web.Response(body=await request.read())

@@ -68,6 +68,21 @@ async def test_header_is_found_again_after_the_date_in_it_has_changed(
             await asyncio.sleep(0.1)
 
 
+async def test_new_message_of_a_known_conversation_is_tokenized_once(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS) as rig:
+        messages = QUESTION
+        for _ in range(
+            2
+        ):  # the first text that is known in part is also tokenized whole, as a check
+            messages = next_question(messages, await rig.chat(messages))
+            await rig.settled()
+        before = len(rig.server.seen_at("tokenize"))
+        messages[-1]["content"] = " some new words"
+        assert (await rig.chat(messages)).status == 200
+        await rig.settled()
+        assert len(rig.server.seen_at("tokenize")) == before + 1
+
+
 async def test_disagreeing_prompt_is_never_committed_as_predicted(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.retokenize = one_more

@@ -179,13 +179,19 @@ async def test_known_texts_are_tokenized_as_if_they_were_whole(start_rig: StartR
     ]
     async with start_rig("full") as rig:
         upstream = rig.running.server.upstream
-        known, messages, n_spliced = KnownTexts(upstream), [*HEADER], 0
+        known, messages, n_spliced, n_tails = KnownTexts(upstream), [*HEADER], 0, 0
         for _ in range(N_TEXTS):
             content = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
             keep = rng.randrange(1, len(messages) + 1) if rng.random() < 0.2 else len(messages)
             messages = [*messages[:keep], {"role": "user", "content": content}]
             text = (await rig.post("/apply-template", {"messages": messages}))["prompt"]
             whole = await upstream.tokenize(text, {}, add_special=True)
-            assert await known.tokenize(text, {}, Namespace(b"")) == whole
+            assert await known.tokenize(text, {}, Namespace(b""), is_cut=True) == whole
+            for tail in (text[text.rindex(content) :], text[rng.randrange(len(text)) :]):
+                n_behind = known.n_tokens_behind(text, tail)
+                alone = await upstream.tokenize(tail, {}, add_special=False)
+                if n_behind and whole[-len(alone) :] == alone:
+                    n_tails += 1
+                    assert n_behind == len(alone)
             n_spliced = known.n_spliced
-        assert n_spliced > N_TEXTS / 2
+        assert n_spliced > N_TEXTS / 2 and n_tails > N_TEXTS / 2
