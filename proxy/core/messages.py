@@ -194,7 +194,7 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
     n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
     for old in others:
-        if not old.own.startswith(first):
+        if not old.own.startswith(first) or len(old.own) <= n_common * DIGEST_BYTES:
             continue
         if (n_same := common_prefix_length(new.own, old.own) // DIGEST_BYTES) > n_common:
             n_common, nearest = n_same, old

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core import messages
 from proxy.core.messages import (
     REMINDER_TAG,
     Chat,
@@ -14,6 +15,7 @@ from proxy.core.messages import (
     kind_of,
     without_reminders,
 )
+from proxy.core.tokens import common_prefix_length
 
 ASKER = (b"key", "session")
 NOBODY = (b"key", "")
@@ -24,10 +26,10 @@ def digest(name: str) -> bytes:
     return name.encode().ljust(8, b"\0")
 
 
-def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> Chat:
+def turn(named: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> Chat:
     """Return a request by its messages: S and s are system prompts, u, a and t those of the others."""
     roles = {"s": "system", "S": "system", "u": "user", "a": "assistant", "t": "tool"}
-    names = messages.split()
+    names = named.split()
     digests = b"".join([digest(tools), *map(digest, names)])
     told = tuple(roles[name[0]] for name in names)
     conversation = Conversation(digests, told, tuple(1 for _ in names))
@@ -61,6 +63,21 @@ def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") 
 )
 def test_kind_is_told_by_the_messages(messages: str, more: Any, expected: Kind) -> None:
     assert kind_of(turn(messages, **more), [turn(MAIN), turn("S u1")]) is expected
+
+
+def test_step_of_a_long_conversation_is_compared_with_the_step_before_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, n_compared = [turn("S u1" + " a1 t1" * n) for n in range(20)], 0
+
+    def count(left: bytes, right: bytes) -> int:
+        nonlocal n_compared
+        n_compared += 1
+        return common_prefix_length(left, right)
+
+    monkeypatch.setattr(messages, "common_prefix_length", count)
+    assert kind_of(steps[-1], reversed(steps[:-1])) is Kind.TOOL_TURN
+    assert n_compared == 1
 
 
 def test_title_is_told_by_the_words_that_it_quotes_where_the_client_names_no_session() -> None:
