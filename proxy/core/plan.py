@@ -212,17 +212,16 @@ def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterato
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     erases = erases or _may_keep_first_token(prompt, now.rule, slot, n_common)
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
-    displacement = displacement_by(prompt, now, slot, n_common, n_reused)
+    displaced, restored_over = displacements_by(prompt, now, slot, n_common, n_reused, None)
     seconds = rates.evaluation_seconds(n_reused, n_prompt)
-    yield Start(slot.id, n_reused, n_at_most, None, seconds, displacement, erases)
-    displacement = displacement_by(prompt, now, slot, n_common, None)
+    yield Start(slot.id, n_reused, n_at_most, None, seconds, displaced, erases)
     for candidate in now.candidates:
         checkpoint, n_at_most = candidate.checkpoint, min(candidate.n_common, n_prompt - 1)
         n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, n_prompt)
         if n_reused and checkpoint.n_tokens < now.n_ctx:
             seconds = rates.evaluation_seconds(n_reused, n_prompt)
             seconds += rates.restore_seconds(checkpoint.size_bytes, is_warm=candidate.is_warm)
-            yield Start(slot.id, n_reused, n_at_most, candidate, seconds, displacement)
+            yield Start(slot.id, n_reused, n_at_most, candidate, seconds, restored_over)
 
 
 def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int) -> bool:
@@ -246,36 +245,41 @@ def _has_brief(slot: Slot, prompt: Prompt) -> bool:
     return bool(content.brief) and prompt.conversation.startswith(content.brief)
 
 
-def displacement_by(
-    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
-) -> Displacement:
+def displacements_by(
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, *reuses: int | None
+) -> list[Displacement]:
     """Return what the conversation in *slot* loses if *prompt*, which shares *n_common* tokens, takes it.
 
-    The prompt reuses *n_reused* of these tokens; None: a checkpoint is restored over the slot.
+    The prompt reuses so many of these tokens (*reuses*); None: a checkpoint is restored over the slot.
     """
     content, rates = slot.content, now.rates
     if not isinstance(content, Known) or content.is_aside:
-        return NOTHING_DISPLACED
+        return [NOTHING_DISPLACED for _ in reuses]
     if is_continued(content, prompt, n_common):
-        return NOTHING_DISPLACED
-    size_bytes, n_lost = saving.state_bytes(now.sizes, content), content.n_unsaved
-    if n_reused is not None:
-        n_lost = min(n_lost, content.n_tokens - n_common)
-    saves = (
-        n_lost > MAX_LOST_TOKENS
-        and saving.is_write_back_due(now.rule, content)
-        and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
-    )
-    delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
-    remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
-    if now.rule.can_restore and (saves or content.n_saved):
-        restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
-        if not saves:
-            n_kept = max(0, content.n_tokens - n_lost)
-            restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
-        remade_seconds = min(remade_seconds, restored_seconds)
+        return [NOTHING_DISPLACED for _ in reuses]
+    size_bytes = saving.state_bytes(now.sizes, content)
     likelihood = 0.5 ** (max(0.0, now.time - slot.used_at) / HALF_LIFE_SECONDS)
-    return Displacement(saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
+
+    def displacement(n_reused: int | None) -> Displacement:
+        n_lost = content.n_unsaved
+        if n_reused is not None:
+            n_lost = min(n_lost, content.n_tokens - n_common)
+        saves = (
+            n_lost > MAX_LOST_TOKENS
+            and saving.is_write_back_due(now.rule, content)
+            and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
+        )
+        delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
+        remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
+        if now.rule.can_restore and (saves or content.n_saved):
+            restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
+            if not saves:
+                n_kept = max(0, content.n_tokens - n_lost)
+                restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
+            remade_seconds = min(remade_seconds, restored_seconds)
+        return Displacement(saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
+
+    return [displacement(n_reused) for n_reused in reuses]
 
 
 def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:

@@ -15,7 +15,7 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.plan import Displacement, Plan, Situation, displacement_by, plan_request
+from proxy.core.plan import Displacement, Plan, Situation, displacements_by, plan_request
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
 from proxy.core.slots import Content, Empty, Known, Origin, Slot, SlotPhase, Unknown, shared_tokens
@@ -59,7 +59,7 @@ def displaced(
     sizes = sizes_of(size_bytes)
     now = Situation(rule, (slot,), (), rates, 100_000, time=idle_seconds, sizes=sizes)
     n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
-    return displacement_by(prompt, now, slot, n_common, n_reused)
+    return displacements_by(prompt, now, slot, n_common, n_reused)[0]
 
 
 TINY_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(token_ids)

@@ -1,5 +1,6 @@
 """The choice of slot and start for one request."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core import saving
 from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop, own_point
 from proxy.core.model import (
     Candidate,
@@ -28,6 +30,7 @@ from proxy.core.plan import (
     plan_request,
 )
 from proxy.core.rates import Rates
+from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Content, Empty, Known, Origin, Slot, SlotPhase, Unknown
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
@@ -56,6 +59,23 @@ from tests.unit.situations import (
 )
 
 RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY, NOTHING)
+
+
+def test_size_of_a_displaced_state_is_estimated_once_for_all_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_estimates, estimate = 0, saving.state_bytes
+
+    def count(seen: Iterable[StateSize], content: Content) -> int:
+        nonlocal n_estimates
+        n_estimates += 1
+        return estimate(seen, content)
+
+    monkeypatch.setattr(saving, "state_bytes", count)
+    other = Known(branch(50, 4000), NAMESPACE)
+    made = plan(3000, ANY_PREFIX, other, candidates=(candidate(2900, 2900),), sizes=sizes_of(9))
+    assert made.start.restored and made.alternatives and n_estimates == 1
+
 
 # The central property: whatever lies in the store and in the slots, nothing wrong is ever reused.
 
