@@ -257,8 +257,8 @@ class Ahead:
         if task is None:
             return
         if not self._is_evaluating:
-            task.cancel()
-        if not self._is_evaluating or (self._last and self._last[1].session == session):
+            task.cancel()  # it holds nothing, and does nothing more
+        elif self._last and self._last[1].session == session:
             await asyncio.wait([task])
 
     def note(self, process: Process, request: Request) -> None:
