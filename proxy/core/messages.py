@@ -85,7 +85,7 @@ def json_of(message: dict[str, Any], encoded: bytes = b"") -> bytes:
 
 
 def is_system(message: Any) -> bool:
-    return text_of(message, "role") in SYSTEM_ROLES
+    return member(message, "role") in SYSTEM_ROLES
 
 
 def n_leading_system(messages: list[Any]) -> int:

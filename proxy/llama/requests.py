@@ -382,9 +382,10 @@ def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conv
     """Return the conversation of a body in the chat form; its messages may be *encoded* already."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
     encoded = list(map(json_of, body.messages, encoded or repeat(b"")))
+    roles = (message.get("role") for message in body.messages)
     return Conversation(
         b"".join(map(xxhash.xxh3_64_digest, [msgspec.json.encode(fields), *encoded])),
-        tuple(text_of(message, "role") for message in body.messages),
+        tuple(role if isinstance(role, str) else "" for role in roles),
         tuple(map(len, encoded)),
     )
 
