@@ -261,9 +261,7 @@ def displacements_by(
     likelihood = 0.5 ** (max(0.0, now.time - slot.used_at) / HALF_LIFE_SECONDS)
 
     def displacement(n_reused: int | None) -> Displacement:
-        n_lost = content.n_unsaved
-        if n_reused is not None:
-            n_lost = min(n_lost, content.n_tokens - n_common)
+        n_lost = min(content.n_unsaved, content.n_tokens - (0 if n_reused is None else n_common))
         saves = (
             n_lost > MAX_LOST_TOKENS
             and saving.is_write_back_due(now.rule, content)

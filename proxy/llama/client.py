@@ -120,10 +120,6 @@ class TokenPiece(msgspec.Struct):
     id: int
     piece: str | list[int]
 
-    @property
-    def spelled(self) -> bytes:
-        return self.piece.encode() if isinstance(self.piece, str) else bytes(self.piece)
-
 
 class ModelMeta(msgspec.Struct):
     n_vocab: int = 0
@@ -357,10 +353,9 @@ class LlamaServer:
         ids = await self.call("POST", "/tokenize", list[int], fields, headers, key="tokens")
         return token_ids(ids)
 
-    async def pieces(self, text: str, headers: Headers, *, add_special: bool) -> list[TokenPiece]:
-        """Tokenize *text* as a prompt, or as a part of one; return each token with its text."""
-        fields = {"content": text, "add_special": add_special, "parse_special": True}
-        fields["with_pieces"] = True
+    async def pieces(self, text: str, headers: Headers, *, is_whole: bool) -> list[TokenPiece]:
+        """Tokenize *text*, a prompt or a part of one; return each token with its text."""
+        fields = {"content": text, "add_special": is_whole, "with_pieces": True}
         return await self.call("POST", "/tokenize", list[TokenPiece], fields, headers, key="tokens")
 
     async def evaluate(

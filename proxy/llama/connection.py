@@ -144,8 +144,7 @@ async def _connect(connecting: socket.socket, there: tuple[str, int]) -> None:
     On one host the connection is made at once, which only a second call tells: with 0 on Linux, with
     EISCONN on macOS and BSD.
     """
-    made = (0, errno.EISCONN)
-    if connecting.connect_ex(there) in made or connecting.connect_ex(there) in made:
+    if any(connecting.connect_ex(there) in (0, errno.EISCONN) for _ in range(2)):
         return
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

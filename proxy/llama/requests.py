@@ -382,10 +382,9 @@ def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conv
     """Return the conversation of a body in the chat form; its messages may be *encoded* already."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
     encoded = list(map(json_of, body.messages, encoded or repeat(b"")))
-    roles = (message.get("role") for message in body.messages)
     return Conversation(
         b"".join(map(xxhash.xxh3_64_digest, [msgspec.json.encode(fields), *encoded])),
-        tuple(role if isinstance(role, str) else "" for role in roles),
+        tuple(role if isinstance(role := m.get("role"), str) else "" for m in body.messages),
         tuple(map(len, encoded)),
     )
 

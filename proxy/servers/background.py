@@ -254,11 +254,9 @@ class Ahead:
     async def give_way(self, session: str) -> None:
         """Stop for a client's request; one of the same session waits until the piece under way is done."""
         task, self._task = self._task, None
-        if task is None:
-            return
-        if not self._is_evaluating:
+        if task and not self._is_evaluating:
             task.cancel()  # it holds nothing, and does nothing more
-        elif self._last and self._last[1].session == session:
+        elif task and self._last and self._last[1].session == session:
             await asyncio.wait([task])
 
     def note(self, process: Process, request: Request) -> None:

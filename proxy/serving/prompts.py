@@ -47,7 +47,8 @@ _SEARCHED_TOKENS = 24
 _SEARCHED_CHARACTERS = 400
 """How much of a text's end is searched for a special token: templates begin each message with one."""
 
-_REMEMBERED_CHARACTERS = 4096
+_SPELLED_CHARACTERS = 2048
+"""In a text of so many, the text of each token costs llama-server less than to tokenize its end again."""
 _N_TEXTS = 16
 _CHECKED = 64
 """One in so many texts is also tokenized as a whole, as a check."""
@@ -96,7 +97,6 @@ class PromptReader:
         self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._endings: LRUCache[tuple[str, str, bytes], str] = LRUCache(_N_REMEMBERED)
-        self._tails: LRUCache[tuple[Namespace, str], TokenIds] = LRUCache(_N_REMEMBERED)
 
     async def read(
         self,
@@ -124,9 +124,7 @@ class PromptReader:
         if is_before_media := body.has_media:
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
-        ends_with_user = text_of(body.messages[-1] if body.messages else None, "role") == "user"
-        is_cut = rule.is_end_only or (rule.is_restore_points and ends_with_user)
-        tokens = await self.known.tokenize(text, headers, namespace, is_cut=is_cut)
+        tokens = await self.known.tokenize(text, headers, namespace)
         digests = (conversation or conversation_of(body)).digests
         n_system = n_leading_system(body.messages)
         rendering = _Rendered(text, tokens, body, headers, namespace, digests, n_system)
@@ -297,13 +295,10 @@ class PromptReader:
     async def _tokens_before(self, rendering: _Rendered, n_characters: int) -> int:
         """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
         tail = rendering.text[n_characters:]
-        if n_tail := self.known.n_tokens_behind(rendering.text, tail):
+        ends = self.known.ends.get((rendering.namespace, rendering.text), {})
+        if n_tail := ends.get(len(tail.encode())):
             return len(rendering.tokens) - n_tail
-        tokens = self._tails.get(key := (rendering.namespace, tail))
-        if tokens is None:
-            tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
-            if len(tail) <= _REMEMBERED_CHARACTERS:
-                self._tails[key] = tokens
+        tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
         n_cut = len(rendering.tokens) - len(tokens)
         return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
@@ -341,7 +336,7 @@ async def _to_last_special(upstream: LlamaServer, text: str, headers: Headers) -
 
     A token is special if its text gives other tokens when special tokens are read as ordinary text.
     """
-    pieces = await upstream.pieces(text, headers, add_special=True)
+    pieces = await upstream.pieces(text, headers, is_whole=True)
     for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
         shown = pieces[index].piece
         if isinstance(shown, str) and len(shown) > 2:
@@ -363,20 +358,14 @@ class KnownTexts:
     def __init__(self, upstream: LlamaServer) -> None:
         self._upstream = upstream
         self._texts: deque[tuple[Namespace, str, TokenIds]] = deque(maxlen=_N_TEXTS)
-        self._ends: deque[tuple[str, dict[int, int]]] = deque(maxlen=_N_TEXTS)
+        self.ends: LRUCache[tuple[Namespace, str], dict[int, int]] = LRUCache(_N_TEXTS)
         """How many tokens the last so many bytes of a text are, wherever a token begins near its end."""
         self._mark: tuple[str, int] | None = None
-        self._is_mark_sought = True
         self.n_spliced = 0
 
-    async def tokenize(
-        self, text: str, headers: Headers, namespace: Namespace, *, is_cut: bool = False
-    ) -> TokenIds:
-        """Return the tokens of a rendering for a tenant; raises UpstreamFault.
-
-        If the rendering *is_cut* near its end, `n_tokens_behind` tells later how many are behind a cut.
-        """
-        tokens = await self._splice(text, headers, namespace, is_cut=is_cut)
+    async def tokenize(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds:
+        """Return the tokens of a rendering for a tenant; raises UpstreamFault."""
+        tokens = await self._splice(text, headers, namespace)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
         theirs = (known for known in self._texts if known[0] == namespace)
@@ -384,8 +373,8 @@ class KnownTexts:
         if earlier:  # of the same conversation
             self._texts.remove(earlier[0])
         self._texts.append((namespace, text, tokens))
-        if self._is_mark_sought:
-            self._is_mark_sought = False
+        if self._mark is None:
+            self._mark = "", 0
             ending = text[-_SEARCHED_CHARACTERS:]
             with suppress(UpstreamFault):
                 pieces = await _to_last_special(self._upstream, ending, headers)
@@ -398,24 +387,16 @@ class KnownTexts:
         if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
             return False
         self._texts.clear()
-        self._mark = None
+        self._mark = "", 0
         return True
 
-    def n_tokens_behind(self, text: str, tail: str) -> int:
-        """Return how many tokens of a text its *tail* is; 0 if a token straddles, or nobody has asked."""
-        ends = next((ends for known, ends in self._ends if known is text), {})
-        return ends.get(len(tail.encode()), 0)
-
-    async def _splice(
-        self, text: str, headers: Headers, namespace: Namespace, *, is_cut: bool
-    ) -> TokenIds | None:
+    async def _splice(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
         mark, mark_id = self._mark or ("", 0)
         begin, head = 0, TokenIds("i")
         for whose, known, known_tokens in self._texts if mark else ():
-            if whose != namespace:
-                continue
-            end = text.rfind(mark, 0, common_prefix_length(known, text))
+            n_common = common_prefix_length(known, text) if whose == namespace else 0
+            end = text.rfind(mark, 0, n_common)
             if end > begin:
                 backwards, at = known_tokens[::-1], -1
                 with suppress(ValueError):  # fewer tokens than marks in the text
@@ -425,19 +406,18 @@ class KnownTexts:
         if not begin:
             return None
         tail, ends = text[begin:], dict[int, int]()
-        if is_cut and len(tail) <= _REMEMBERED_CHARACTERS:
-            pieces = await self._upstream.pieces(tail, headers, add_special=False)
+        if len(tail) <= _SPELLED_CHARACTERS:
+            pieces = await self._upstream.pieces(tail, headers, is_whole=False)
             tokens = head + token_ids(piece.id for piece in pieces)
-            # Some tokenizers write a space before a text, which is not in the text.
-            if b"".join(spelled := [piece.spelled for piece in pieces]) == tail.encode():
-                n_bytes = accumulate(map(len, reversed(spelled)))
-                ends = {n: i for i, n in enumerate(n_bytes, 1)}
+            texts = [t.encode() if isinstance(t := p.piece, str) else bytes(t) for p in pieces]
+            if b"".join(texts) == tail.encode():  # some tokenizers write a space before a text
+                ends = {n: i for i, n in enumerate(accumulate(map(len, reversed(texts))), 1)}
         else:
             tokens = head + await self._upstream.tokenize(tail, headers, add_special=False)
         self.n_spliced += 1
         if self.n_spliced % _CHECKED == 1 and await self.was_wrong(text, tokens, headers):
             return None
-        self._ends.append((text, ends))
+        self.ends[namespace, text] = ends
         return tokens
 
 
