@@ -116,7 +116,7 @@ def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
 
 
 OLDER_MARK_SHARE = 0.5
-"""How likely a request comes back to the newest mark; half as likely to each mark before it."""
+"""How likely a request comes back to the newest mark, or the lowest; half as likely to each one before."""
 
 EDIT_SHARE = 0.05
 """How likely a conversation comes back from disk with a change between two cuts in its newest message."""
@@ -128,13 +128,16 @@ MESSAGE_SHARE = 0.1
 def likely_cuts(content: Known, kind: CheckpointKind) -> dict[int, float]:
     """Return the cuts at which requests may continue a conversation, ascending, and how likely they do.
 
-    A header or branch that has its own file is continued at its end, which needs no point.
+    However long the conversation is, new sessions come back to its lowest mark, which may be the end of
+    an agent's environment. A header or branch that has its own file is continued at its end, which needs
+    no point.
     """
     n_tokens = len(content.tokens)
     sure = {content.header, content.turn_start, n_tokens} - {0}
     marks = sorted(set(content.marks) - sure, reverse=True)
     cuts = dict.fromkeys(sure, 1.0)
     cuts |= {mark: OLDER_MARK_SHARE**n for n, mark in enumerate(marks, 1)}
+    cuts |= dict.fromkeys(marks[-1:], OLDER_MARK_SHARE)
     is_at_end = kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH)
     return {n: cuts[n] for n in sorted(cuts) if n < n_tokens + (not is_at_end)}
 

@@ -472,6 +472,8 @@ def after_evaluation(
     # Other sessions share an agent's surroundings.
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
+    kept_marks = sorted(marks - {0, cuts.header, cuts.turn_start})
+    del kept_marks[1 : 1 - MAX_CONTEXT_CHECKPOINTS]  # the lowest one stays, and the newest
     n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
     return Known(
         tokens=tokens,
@@ -481,7 +483,7 @@ def after_evaluation(
         header=_within(len(tokens), cuts.header) or old.header,
         turn_start=_within(len(tokens), cuts.turn_start) or old.turn_start,
         last_cut=old.last_cut,
-        marks=tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_CONTEXT_CHECKPOINTS:],
+        marks=tuple(kept_marks),
         n_saved=old.n_saved,
         saved_points=old.saved_points,
         shape=prompt.shape,

@@ -60,6 +60,24 @@ async def test_session_in_a_changed_repository_goes_on_behind_the_environment(
         assert n_second < n_first / 8
 
 
+async def test_session_behind_a_long_one_goes_on_behind_the_environment(
+    start_rig: StartRig,
+) -> None:
+    """The environment in a message of its own, as droid sends it."""
+    system = {"role": "system", "content": prose(3, 200)}
+    begin = [system, {"role": "user", "content": prose(4, 2000)}]
+    async with start_rig("hybrid", n_slots=2) as rig:
+        messages = [*begin, {"role": "user", "content": "Mend the parser."}]
+        for turn in range(12):
+            await rig.chat(messages)
+            answer = {"role": "assistant", "content": f"{turn} is mended. {prose(turn, 20)}"}
+            messages += [answer, {"role": "user", "content": f"And {turn}? {prose(turn, 20)}"}]
+        await rig.restart()
+        n_before = await rig.evaluated()
+        await rig.chat([*begin, {"role": "user", "content": "Write tests for the cart."}])
+        assert await rig.evaluated() - n_before < 50
+
+
 async def test_tool_loop_evaluates_only_what_is_new(start_rig: StartRig) -> None:
     async with start_rig("hybrid", n_slots=2, extra_args=template_flags("strict")) as rig:
         later: list[Any] = []

@@ -195,12 +195,12 @@ def test_marks_at_a_stop_do_not_run_ahead_of_it() -> None:
     assert after_evaluation(Empty(), run_of(600), NAMESPACE, cuts=cuts).marks == (600,)
 
 
-def test_marks_of_a_very_long_conversation_are_the_newest() -> None:
+def test_marks_of_a_very_long_conversation_are_the_lowest_and_the_newest() -> None:
     marks = tuple(range(100, 100 + 10 * MAX_CONTEXT_CHECKPOINTS, 10))
     before = Known(run_of(2000), NAMESPACE, turn_start=1900, marks=marks)
     cuts = Cuts(turn_start=2100, message_end=2100)
     after = after_evaluation(before, run_of(2103), NAMESPACE, cuts=cuts)
-    assert after.marks == (*marks[1:], 1900)
+    assert after.marks == (marks[0], *marks[2:], 1900)
 
 
 POINTS = st.sets(st.integers(1, 20), max_size=4).map(lambda points: tuple(sorted(points)))

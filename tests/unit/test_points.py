@@ -42,13 +42,13 @@ def test_places_of_a_conversation_are_its_cuts_and_its_end() -> None:
     assert likely_cuts(Known(run_of(2000), NAMESPACE), CONVERSATION) == sure(2000)
 
 
-def test_places_of_older_marks_are_less_and_less_likely() -> None:
-    content = Known(
-        run_of(2000), NAMESPACE, header=300, turn_start=1500, marks=(300, 700, 1100, 1500)
-    )
+def test_places_of_older_marks_are_less_and_less_likely_but_for_the_lowest() -> None:
+    marks = (300, 500, 700, 1100, 1500)
+    content = Known(run_of(2000), NAMESPACE, header=300, turn_start=1500, marks=marks)
     share = OLDER_MARK_SHARE
     places = likely_cuts(content, CONVERSATION)
-    assert places == {300: 1.0, 700: share * share, 1100: share, 1500: 1.0, 2000: 1.0}
+    between = {500: share, 700: share * share, 1100: share}
+    assert places == {300: 1.0, **between, 1500: 1.0, 2000: 1.0}
     assert sorted(places) == list(places)
 
 
