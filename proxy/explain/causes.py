@@ -99,7 +99,8 @@ class Cause(StrEnum):
     EDITED_MESSAGE = "edited message"
     """An earlier message was edited, inserted or left out.
 
-    None if the user went back. Switch off the client's pruning of old tool results.
+    None if the user went back, or if the client moves a note of its own, as goose does. Else switch off the
+    client's pruning of old tool results.
     """
     TRUNCATED_HISTORY = "truncated history"
     """Messages at the beginning of the conversation were dropped or summed up.
