@@ -225,7 +225,7 @@ _ITEM = "|".join(
 _DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,]|\bat\b){{0,4}}(?:{_ITEM}))*")
 _ID = re.compile(
     r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}"
+    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}|(?<=_ID: )\S+"
 )
 
 

@@ -325,6 +325,21 @@ def test_later_sessions_are_told_behind_the_header_what_names_them() -> None:
     assert not any(uuid in str(third) for uuid in UUIDS[:2])
 
 
+def test_numbered_id_and_the_second_of_its_making_name_a_session_too() -> None:
+    """As Letta Code writes them; the agent and its ids stay."""
+    told = "- CONVERSATION_ID: local-conv-{}\n- System prompt last recompiled: 2026-11-28 11:4{}:17 PM UTC"
+    head = f"- AGENT_ID: agent-local-{UUIDS[0]}"
+    sender = Sender(Name.STICKY_SESSION)
+    for number in (1, 2, 3):
+        system = {"role": "system", "content": f"{head}\n{told.format(number, number)}\nBe brief."}
+        sent = sender.send({"messages": [system, user(f"Task {number}.")]})["messages"]
+        if number > 1:
+            masked = told.format("…", "…").replace("local-conv-…", "…")
+            masked = masked.replace("2026-11-28 11:4…:17 PM", "…")
+            assert sent[0]["content"] == f"{head}\n{masked}\nBe brief."
+            assert told.format(number, number) in sent[1]["content"]
+
+
 def test_session_keeps_what_it_began_with() -> None:
     sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
     for uuid in UUIDS[:2]:
