@@ -17,13 +17,12 @@ import msgspec
 
 from proxy.core.messages import Route, error_text, list_of, member, object_in, text_of
 from proxy.llama.client import Timings
+from proxy.llama.connection import MAX_BUFFERED_BYTES
 from proxy.llama.requests import is_anthropic
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
-MAX_BUFFERED_BYTES = 64 << 20
-"""A larger JSON answer, or line of a stream, is not read, and so its hit is not confirmed."""
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 """The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
 _TEXT_EVENTS = (
@@ -129,7 +128,7 @@ class AnswerReader:
 
     def feed(self, chunk: bytes) -> None:
         if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
-            self._buffer.clear()
+            self._buffer.clear()  # so its hit is not confirmed
         elif not self._is_stream or b"\n" not in chunk:
             self._buffer += chunk
         else:

@@ -23,7 +23,7 @@ from proxy.core.messages import error_text, member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
-from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, send
+from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, read_most, send
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -440,7 +440,8 @@ class LlamaServer:
             all_headers = CIMultiDict({**_OWN, **(headers or self.own_headers)})
             async with self.waiting(seconds):
                 async with await self.forward(method, there, all_headers, data) as response:
-                    status, content = response.status, await response.read()
+                    status, content = response.status, await read_most(response.content)
+                    is_whole = response.content.at_eof()
         except NOT_CONNECTED as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
@@ -456,9 +457,10 @@ class LlamaServer:
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: {self.target.name} has ended")
-        if status == 200:
+        if status == 200 and is_whole:
             return response.headers, content
-        raise UpstreamRefused(status, error_message(content))
+        too_much = "" if is_whole else f"{path}: over {len(content) >> 20} MiB"
+        raise UpstreamRefused(status, too_much or error_message(content))
 
 
 _REUSES = {"n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}

@@ -28,6 +28,8 @@ _HOP_BY_HOP = frozenset(
 )
 CONNECT_SECONDS = 5.0
 _MAX_LINE_BYTES = 65536
+MAX_BUFFERED_BYTES = 64 << 20
+"""The most that is kept of an answer, or of a line of a stream."""
 _LITERAL = re.compile(r"http://(((?:\d{1,3}\.){3}\d{1,3}|\[[\da-fA-F:]+\])(?::(\d+))?)(/.*)?")
 
 
@@ -94,6 +96,14 @@ def read_now(content: aiohttp.StreamReader) -> bytes:
     if content.exception() and content._buffer:  # here aiohttp would raise at once
         return content._read_nowait(-1)
     return content.read_nowait()
+
+
+async def read_most(content: aiohttp.StreamReader) -> bytes:
+    """Return a whole body; of one over MAX_BUFFERED_BYTES its beginning, which is over that limit, too."""
+    read = bytearray()
+    while len(read) <= MAX_BUFFERED_BYTES and (data := await content.readany()):
+        read += data
+    return bytes(read)
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -166,7 +176,7 @@ class Reply(AbstractAsyncContextManager["Reply"]):
     ) -> None:
         self.method, self.connection, self.content = method, connection, content
         self.status, self.reason, self.headers = head.code, head.reason, head.headers
-        self.read, self.close = content.read, connection.close
+        self.close = connection.close
 
     async def __aexit__(self, *_: object) -> None:
         self.close()

@@ -15,8 +15,8 @@ from aiohttp import web
 from proxy.core.messages import Route, object_in
 from proxy.errors import ProxyError
 from proxy.explain.report import Told
-from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage, empty_answer
-from proxy.llama.connection import Reply
+from proxy.llama.answers import TrueUsage, empty_answer
+from proxy.llama.connection import MAX_BUFFERED_BYTES, Reply
 from proxy.llama.requests import generation_route, is_anthropic
 from proxy.serving.request import Request
 

@@ -13,7 +13,7 @@ from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.llama.answers import Answer, AnswerReader, complaint_in
 from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end, read_now
+from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end, read_most, read_now
 from proxy.llama.requests import generation_route
 from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
@@ -123,16 +123,17 @@ class Exchange:
             return await self._refuse_in_stream(waiting)
         self._told = self._report.told(request) if request else Told()
         stream_edit, edit = edits_of(self.path, answer, request, self._told)
-        edited: tuple[bytes, bytes] | None = None  # the whole body, and what the client gets of it
+        body, edited = b"", None  # what was read before it is passed on; the whole, edited
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
         if edit or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
-            body = await answer.read()
+            body = await read_most(answer.content)
             if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             if answer.status == 500:
                 self._look_for_cells(body)
-            edited = body, (edit(body) if edit else body)
+            if answer.content.at_eof():
+                edited = edit(body) if edit else body
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)
@@ -141,19 +142,20 @@ class Exchange:
         keeps_text = request is not None and request.keeps_text
         n_ends = request.n_completions if request else 1
         self._reader = AnswerReader(content_type, route, n_ends, keeps_text=keeps_text)
-        return await self._pass_on(target, stream_edit, edited)
+        return await self._pass_on(target, stream_edit, body, edited)
 
     async def _pass_on(
-        self, target: Target, edit: StreamEdit | None, edited: tuple[bytes, bytes] | None
+        self, target: Target, edit: StreamEdit | None, body: bytes, edited: bytes | None
     ) -> Answer:
         """Write the answer to the client, and read facts from it."""
         answer, reader = self._answer, self._reader
         try:
             if edited is None:
+                self._pass_on_now(body, body)
                 await self._pass_on_as_it_comes(target, edit)
             else:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
-                self._pass_on_now(edited[0] if self.route else b"", b"" if has_it else edited[1])
+                self._pass_on_now(body if self.route else b"", b"" if has_it else edited)
             # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
             # llama-swap if it broke off.
             may_be_stopped = "X-Conversation-Id" in self.incoming.headers
@@ -232,7 +234,7 @@ class Exchange:
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Send llama-server's error as an event to a client whose stream has begun already."""
         answer = self._answer
-        body = await answer.read()
+        body = await read_most(answer.content)
         if answer.status == 500:
             self._look_for_cells(body)
         event = error_event_of(self.path, answer.status, body)
@@ -247,15 +249,15 @@ class Exchange:
             self._has_run_out_of_cells = True
             raise OutOfCells("llama-server: Context size has been exceeded")
 
-    async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
+    async def _begin(self, edited: bytes | None) -> web.StreamResponse:
         incoming, answer, headers = self.incoming, self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
         if edited is not None:
-            headers["Content-Length"] = str(len(edited[1]))
+            headers["Content-Length"] = str(len(edited))
         elif self._is_stream:
             headers.popall("Content-Length", None)  # edits and an error at the end make it another
-        body = edited[1] if edited is not None and len(edited[1]) <= PIECE_BYTES else None
+        body = edited if edited is not None and len(edited) <= PIECE_BYTES else None
         kind = web.StreamResponse if body is None else partial(web.Response, body=body)
         response = kind(status=answer.status, reason=answer.reason, headers=headers)
         if "Content-Length" not in headers and answer.status not in (204, 304):
@@ -295,7 +297,7 @@ class Exchange:
 
 async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:
     """Return what a router says of a llama-server that it could not reach, or that did not answer."""
-    body = await answer.read()
+    body = await read_most(answer.content)
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
     lost = target.lost(answer.status, body)
     return ServerAway(message, was_sent=lost != "before", has_ended=lost == "after")

@@ -19,10 +19,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, UpstreamRefused
 from proxy.explain.report import Journal, Report
 from proxy.llama.client import LlamaServer, Target
-from proxy.llama.connection import CannotConnect, EventLoop, ReplyHandler, new_session
+from proxy.llama.connection import CannotConnect, EventLoop, ReplyHandler, new_session, read_most
 from proxy.metrics import Metrics
 from proxy.web import writer
 from proxy.web.relay import Exchange
@@ -270,7 +270,33 @@ async def test_answer_without_a_length_is_not_whole_when_it_was_cut(upstream: Up
             assert await answer.content.readany() == b"[1]"
             answer.close()
             with pytest.raises(aiohttp.ClientError):
-                await answer.read()
+                await read_most(answer.content)
+
+
+@pytest.fixture
+def buffered(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return more bytes than are kept of an answer, which are few here."""
+    monkeypatch.setattr("proxy.llama.connection.MAX_BUFFERED_BYTES", 1 << 20)
+    return b" " * (2 << 20)
+
+
+async def test_own_call_does_not_read_more_than_is_kept(
+    upstream: Upstream, buffered: bytes
+) -> None:
+    upstream.parts, upstream.end = [JSON + b"\r\n", buffered], "hold"
+    async with upstream.listening() as port, new_session() as session:
+        to = LlamaServer(session, Target(f"http://127.0.0.1:{port}"), None)
+        with pytest.raises(UpstreamRefused, match="/props: over 1 MiB"):
+            await to.props()
+
+
+async def test_answer_larger_than_what_is_kept_passes_as_it_comes(
+    ask: Ask, upstream: Upstream, buffered: bytes
+) -> None:
+    upstream.path = "/v1/messages"  # its answers are edited
+    upstream.parts, upstream.end = [JSON + CHUNKED + chunk(buffered)], "hold"
+    async with ask() as answer:
+        assert await answer.content.readexactly(len(buffered)) == buffered
 
 
 async def test_nothing_was_sent_on_a_connection_reset_before(
