@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+from multidict import CIMultiDict
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
@@ -24,6 +25,7 @@ from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import LlamaServer, reason_of
+from proxy.llama.connection import NOT_CONNECTED, read_most
 from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
@@ -195,12 +197,11 @@ async def _send_for_nobody(
     path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
 ) -> Answer:
     """Send a request that no client has made: a Relay that has nobody to tell when llama-server starts."""
-    headers = {"Content-Type": "application/json", **keys}
+    headers = CIMultiDict({"Content-Type": "application/json", **keys})
     try:
-        post = upstream.session.post(upstream.url(path), data=raw, headers=headers)
-        async with upstream.waiting(), post as reply:
-            body = await reply.read()
-    except aiohttp.ClientConnectorError as error:
+        async with upstream.waiting(), await upstream.forward("POST", path, headers, raw) as reply:
+            body = await read_most(reply.content)
+    except NOT_CONNECTED as error:
         raise ServerAway(reason_of(error), was_sent=False) from error
     except (aiohttp.ClientError, OSError) as error:
         # A call is cut off because its llama-server was told to end.

@@ -19,11 +19,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 
+from proxy.core.messages import Route
 from proxy.errors import ProxyError, UpstreamRefused
 from proxy.explain.report import Journal, Report
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import CannotConnect, EventLoop, ReplyHandler, new_session, read_most
 from proxy.metrics import Metrics
+from proxy.servers.warming import own_request
+from proxy.serving.request import do_nothing
 from proxy.web import writer
 from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
@@ -297,6 +300,18 @@ async def test_answer_larger_than_what_is_kept_passes_as_it_comes(
     upstream.parts, upstream.end = [JSON + CHUNKED + chunk(buffered)], "hold"
     async with ask() as answer:
         assert await answer.content.readexactly(len(buffered)) == buffered
+
+
+async def test_own_request_follows_no_redirect(upstream: Upstream) -> None:
+    """It has a prompt, and a key."""
+    elsewhere = Upstream()
+    async with upstream.listening() as port, elsewhere.listening() as other, new_session() as own:
+        to = LlamaServer(own, Target(f"http://127.0.0.1:{port}"), None)
+        there = b"Location: http://127.0.0.1:%d/\r\n" % other
+        upstream.parts = [b"HTTP/1.1 307 Moved\r\n" + there + b"Content-Length: 0\r\n\r\n"]
+        request = own_request("/completion", Route.COMPLETION, {"X-Api-Key": "secret"}, b"")
+        assert (await request.relay(to, BODY, do_nothing)).status == 307
+    assert elsewhere.n_asked == 0
 
 
 async def test_nothing_was_sent_on_a_connection_reset_before(
