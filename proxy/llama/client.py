@@ -441,7 +441,6 @@ class LlamaServer:
             async with self.waiting(seconds):
                 async with await self.forward(method, there, all_headers, data) as response:
                     status, content = response.status, await read_most(response.content)
-                    is_whole = response.content.at_eof()
         except NOT_CONNECTED as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
@@ -457,10 +456,11 @@ class LlamaServer:
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: {self.target.name} has ended")
-        if status == 200 and is_whole:
+        if not response.content.at_eof():
+            raise UpstreamRefused(status, f"{path}: over {len(content) >> 20} MiB")
+        if status == 200:
             return response.headers, content
-        too_much = "" if is_whole else f"{path}: over {len(content) >> 20} MiB"
-        raise UpstreamRefused(status, too_much or error_message(content))
+        raise UpstreamRefused(status, error_message(content))
 
 
 _REUSES = {"n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}

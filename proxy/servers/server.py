@@ -64,6 +64,8 @@ CUT_SECONDS = 2.0
 A llama-server that is stopping waits for the clients of requests that it will not answer."""
 RETRY_SECONDS = 15.0
 """How often an attach that found no way to cache is tried again, while no slot is in use."""
+MAX_SLOTS = 4096
+"""llama.cpp has at most 256 (LLAMA_MAX_SEQ); each takes memory here."""
 ATTACH_WAIT_SECONDS = 30.0
 """How long a request waits for a running attach before it is forwarded without one."""
 
@@ -311,9 +313,9 @@ class Server(Watched):
         found no way to cache some time ago.
         """
         self._is_starting = False
-        if props.total_slots < 1:
-            kind = DegradationKind.NOT_A_LLAMA_SERVER
-            return await self._miss(kind, "no slots", has_answered=True)
+        if not 0 < props.total_slots <= MAX_SLOTS:
+            kind, told = DegradationKind.NOT_A_LLAMA_SERVER, f"{props.total_slots or 'no'} slots"
+            return await self._miss(kind, told, has_answered=True)
         process_id, last = await self.upstream.process_id(props), self.process
         has_other_adapters = False
         if last is not None and last.adapters and not props.is_sleeping:

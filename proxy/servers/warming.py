@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-from multidict import CIMultiDict
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
@@ -25,7 +24,7 @@ from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import LlamaServer, reason_of
-from proxy.llama.connection import NOT_CONNECTED, read_most
+from proxy.llama.connection import NOT_CONNECTED, end_to_end, read_most
 from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
@@ -197,7 +196,7 @@ async def _send_for_nobody(
     path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
 ) -> Answer:
     """Send a request that no client has made: a Relay that has nobody to tell when llama-server starts."""
-    headers = CIMultiDict({"Content-Type": "application/json", **keys})
+    headers = end_to_end({"Content-Type": "application/json", **keys})
     try:
         async with upstream.waiting(), await upstream.forward("POST", path, headers, raw) as reply:
             body = await read_most(reply.content)

@@ -277,6 +277,10 @@ REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
     "no restores": (lambda faults: faults.refuse.update(restore=400), "attaching failed"),
     "wrong file": (lambda faults: setattr(faults, "saves_other_tokens", True), "attaching failed"),
     "no slots": (lambda faults: faults.props.update(total_slots=0), "not a llama-server"),
+    "more slots than there can be": (
+        lambda faults: faults.props.update(total_slots=10_000),
+        "not a llama-server",
+    ),
 }
 
 
