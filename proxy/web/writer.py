@@ -125,7 +125,10 @@ class ClientWriter:
             while True:
                 await asyncio.sleep(KEEP_SECONDS)
                 if self.response is None:
-                    response = web.StreamResponse(headers=OF_EVENTS | for_any_page(self._client))
+                    # For JSON the browser of a page has asked llama-server first (--cors-origins).
+                    is_json = self._client.content_type == "application/json"
+                    headers = OF_EVENTS | (for_any_page(self._client) if is_json else {})
+                    response = web.StreamResponse(headers=headers)
                     await response.prepare(self._client)
                     self.response = response
                 await self.response.write(COMMENT)

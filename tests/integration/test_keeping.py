@@ -244,3 +244,21 @@ async def test_browser_may_read_the_stream_that_the_proxy_begins(start_rig: Star
             assert reply.headers["Access-Control-Allow-Origin"] == "http://x.example"
             rig.server.release("generate")
             assert b"[DONE]" in await reply.read()
+
+
+async def test_page_whose_browser_need_not_ask_first_may_not_read_that_stream(
+    start_rig: StartRig,
+) -> None:
+    """It may be of a site that llama-server does not allow (--cors-origins)."""
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate")
+        body = json.dumps({**BODIES[CHAT], "stream": True})
+        for kind in ({"Content-Type": "text/plain"}, {}):
+            headers = {"Origin": "http://x.example", **kind}
+            asked = rig.client.post(
+                rig.base_url + CHAT, data=body, headers=headers, skip_auto_headers=["Content-Type"]
+            )
+            async with asked as reply:
+                assert reply.headers["Content-Type"] == "text/event-stream"
+                assert "Access-Control-Allow-Origin" not in reply.headers
+        rig.server.release("generate")
