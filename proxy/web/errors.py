@@ -146,8 +146,8 @@ class StreamEdit:
 
     def feed(self, chunk: bytes) -> bytes:
         self._rest += chunk
-        if len(self._rest) > MAX_BUFFERED_BYTES:
-            return self.finish()
+        if b"\n" not in chunk:  # a long line is not split again with each chunk
+            return self.finish() if len(self._rest) > MAX_BUFFERED_BYTES else b""
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
         return b"".join(self._edited(line) + b"\n" for line in lines)
@@ -184,13 +184,10 @@ def edits_of(
     content_type = headers.get("Content-Type", "")
     if content_type.startswith("text/event-stream"):
         return (StreamEdit(usage) if usage else None), None
+    # Read whole: some failures are not passed on.
+    edit: Edit | None = _AS_IT_IS if answer.status == 500 else None
     if not content_type.startswith("application/json"):
-        # Read whole: a host of models may say in it that its llama-server is gone.
-        is_of_host = answer.status == 500 and "Content-Length" not in headers
-        return None, _AS_IT_IS if is_of_host else None
-    if int(headers.get("Content-Length", 0)) > MAX_BUFFERED_BYTES:  # a router gives no length
-        return None, None
-    edit: Edit | None = None
+        return None, edit
     if answer.status == 200 and usage:
         edit = usage.of_answer
     elif answer.status >= 400 and of_anthropic:
@@ -200,5 +197,4 @@ def edits_of(
     if request and request.warms:
         true = edit or _AS_IT_IS
         return None, lambda body: empty_answer(path, true(body))
-    # Read whole: some failures are not passed on.
-    return None, edit or (_AS_IT_IS if answer.status == 500 else None)
+    return None, edit

@@ -1,6 +1,7 @@
 """The usage in answers: only what was there before counts as cached, and no total is reduced."""
 
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_stream_of_any_bytes_passes_as_it_is(chunks: list[bytes]) -> None:
     assert edit is not None
     passed = b"".join([edit.feed(chunk) for chunk in chunks]) + edit.finish()
     assert passed == b"".join(chunks)
+
+
+def test_long_line_takes_little_time() -> None:
+    edit = edit_of_stream(MESSAGES.path, 5)
+    assert edit is not None
+    began = time.thread_time()
+    for _ in range(16 << 10):
+        assert edit.feed(b"x" * 1024) == b""
+    assert time.thread_time() - began < 1
+    assert edit.feed(b"\n") == b"x" * (16 << 20) + b"\n"
 
 
 def test_line_larger_than_the_buffer_passes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
