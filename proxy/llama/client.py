@@ -22,8 +22,8 @@ from yarl import URL
 from proxy.core.messages import error_text, member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable, in_words
-from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, read_most, send
+from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable
+from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, read_most, reason_of, send
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -232,10 +232,6 @@ class LlamaServer:
         """Return the llama-server at another target, with the same API key."""
         return LlamaServer(self.session, target, self.api_key)
 
-    def url(self, raw_path: str) -> URL:
-        """Return the URL of a client's path with its query, left exactly as the client encoded it."""
-        return URL(self.target.base_url + raw_path, encoded=True)
-
     async def forward(
         self, method: str, raw_path: str, headers: CIMultiDict[str], body: Body
     ) -> Reply | aiohttp.ClientResponse:
@@ -244,8 +240,9 @@ class LlamaServer:
             return await send(self._address, method, raw_path, headers, body or b"")
         # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
         data = io.BytesIO(body) if isinstance(body, bytes) else body
+        url = URL(self.target.base_url + raw_path, encoded=True)  # exactly as the client encoded it
         return await self.session.request(
-            method, self.url(raw_path), data=data, headers=headers, allow_redirects=False
+            method, url, data=data, headers=headers, allow_redirects=False
         )
 
     @contextmanager
@@ -456,26 +453,14 @@ class LlamaServer:
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: {self.target.name} has ended")
-        if not response.content.at_eof():
-            raise UpstreamRefused(status, f"{path}: over {len(content) >> 20} MiB")
-        if status == 200:
+        is_whole = response.content.at_eof()
+        if status == 200 and is_whole:
             return response.headers, content
-        raise UpstreamRefused(status, error_message(content))
+        raise UpstreamRefused(status, error_message(content) if is_whole else f"{path}: too long")
 
 
 _REUSES = {"n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
 _FROM_NOTHING = {"n_predict": 0, "cache_prompt": False}
-
-
-def reason_of(error: Exception) -> str:
-    """Return why a connection failed, in words for a person."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect to {error.host}:{error.port}: {in_words(error.os_error)}"
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return "its answer broke off"
-    if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it closed the connection"
-    return in_words(error)
 
 
 def error_message(content: bytes) -> str:

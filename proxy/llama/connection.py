@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawResponseMessage
 from multidict import CIMultiDict
 
-from proxy.errors import in_words
+from proxy.errors import ServerAway, in_words
 
 _HOP_BY_HOP = frozenset(
     "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
@@ -229,3 +229,23 @@ async def send(
             raise aiohttp.ClientError(error.message) from error
         raise
     return Reply(method, connection, head, content)
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a connection failed, in words for a person."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect to {error.host}:{error.port}: {in_words(error.os_error)}"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer broke off"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    return in_words(error)
+
+
+def away(error: Exception, base_url: str) -> ServerAway:
+    """Return what it means for a request that it could not be forwarded to a URL, or got no answer."""
+    was_sent = not isinstance(error, NOT_CONNECTED)
+    # A call is cut off because its llama-server was told to end.
+    has_ended = was_sent and not isinstance(error, TimeoutError)
+    why = f"llama-server at {base_url}: {reason_of(error)}"
+    return ServerAway(why, was_sent=was_sent, has_ended=has_ended)

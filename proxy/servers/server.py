@@ -49,7 +49,7 @@ from proxy.serving.queue import Choice, Lease, SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.services import ServerServices
 from proxy.serving.tenants import warn_of_several
-from proxy.settings import Settings
+from proxy.settings import MAX_REQUESTS, Settings
 from proxy.store.store import CheckpointStore
 from proxy.tasks import wait_for
 
@@ -64,8 +64,6 @@ CUT_SECONDS = 2.0
 A llama-server that is stopping waits for the clients of requests that it will not answer."""
 RETRY_SECONDS = 15.0
 """How often an attach that found no way to cache is tried again, while no slot is in use."""
-MAX_SLOTS = 4096
-"""llama.cpp has at most 256 (LLAMA_MAX_SEQ); each takes memory here."""
 ATTACH_WAIT_SECONDS = 30.0
 """How long a request waits for a running attach before it is forwarded without one."""
 
@@ -313,7 +311,7 @@ class Server(Watched):
         found no way to cache some time ago.
         """
         self._is_starting = False
-        if not 0 < props.total_slots <= MAX_SLOTS:
+        if not 0 < props.total_slots <= MAX_REQUESTS:  # llama.cpp has 256
             kind, told = DegradationKind.NOT_A_LLAMA_SERVER, f"{props.total_slots or 'no'} slots"
             return await self._miss(kind, told, has_answered=True)
         process_id, last = await self.upstream.process_id(props), self.process

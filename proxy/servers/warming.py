@@ -20,11 +20,11 @@ from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.slots import shared_tokens
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import CacheFault, ServerAway, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import Answer, AnswerReader
-from proxy.llama.client import LlamaServer, reason_of
-from proxy.llama.connection import NOT_CONNECTED, end_to_end, read_most
+from proxy.llama.client import LlamaServer
+from proxy.llama.connection import away, end_to_end, read_most
 from proxy.llama.requests import tokens_request
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
@@ -200,12 +200,8 @@ async def _send_for_nobody(
     try:
         async with upstream.waiting(), await upstream.forward("POST", path, headers, raw) as reply:
             body = await read_most(reply.content)
-    except NOT_CONNECTED as error:
-        raise ServerAway(reason_of(error), was_sent=False) from error
     except (aiohttp.ClientError, OSError) as error:
-        # A call is cut off because its llama-server was told to end.
-        told, is_cut = reason_of(error), isinstance(error, TimeoutError)
-        raise ServerAway(f"llama-server went away: {told}", has_ended=not is_cut) from error
+        raise away(error, upstream.target.base_url) from error
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.facts()[0], complaint=reader.complaint())

@@ -12,8 +12,8 @@ from multidict import CIMultiDict
 from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.llama.answers import Answer, AnswerReader, complaint_in
-from proxy.llama.client import Body, Heard, LlamaServer, Target, reason_of
-from proxy.llama.connection import NOT_CONNECTED, Reply, end_to_end, read_most, read_now
+from proxy.llama.client import Body, Heard, LlamaServer, Target
+from proxy.llama.connection import Reply, away, end_to_end, read_most, read_now, reason_of
 from proxy.llama.requests import generation_route
 from proxy.serving.request import OnStart, Request, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
@@ -94,11 +94,7 @@ class Exchange:
         except (aiohttp.ClientError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
-            message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
-            if isinstance(error, NOT_CONNECTED):
-                raise ServerAway(message, was_sent=False) from error
-            # A call is cut off because its llama-server was told to end.
-            raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
+            raise away(error, upstream.target.base_url) from error
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
         """Answer the client with an error; a stream that was begun ends in it, any other answer is cut."""
@@ -123,7 +119,7 @@ class Exchange:
             return await self._refuse_in_stream(waiting)
         self._told = self._report.told(request) if request else Told()
         stream_edit, edit = edits_of(self.path, answer, request, self._told)
-        body, edited = b"", None  # what was read before it is passed on; the whole, edited
+        body, edited = b"", None  # what was read of it; what the client gets, if that was all
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
         if edit or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
@@ -132,8 +128,7 @@ class Exchange:
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             if answer.status == 500:
                 self._look_for_cells(body)
-            if answer.content.at_eof():
-                edited = edit(body) if edit else body
+            edited = (edit or bytes)(body) if answer.content.at_eof() else None
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)

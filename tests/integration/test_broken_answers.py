@@ -289,7 +289,7 @@ async def test_own_call_does_not_read_more_than_is_kept(
     upstream.parts, upstream.end = [JSON + b"\r\n", buffered], "hold"
     async with upstream.listening() as port, new_session() as session:
         to = LlamaServer(session, Target(f"http://127.0.0.1:{port}"), None)
-        with pytest.raises(UpstreamRefused, match="/props: over 1 MiB"):
+        with pytest.raises(UpstreamRefused, match="/props: too long"):
             await to.props()
 
 
