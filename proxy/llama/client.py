@@ -468,4 +468,4 @@ def error_message(content: bytes) -> str:
     if reply is None or "error" not in reply:
         said = content[:200].decode(errors="replace").strip()
         return "" if said.startswith("<") else said  # a page, of something else
-    return error_text(reply)
+    return error_text(reply)[:1000]  # /health and the log tell it

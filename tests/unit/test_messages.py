@@ -216,6 +216,12 @@ def test_refusal_without_words_ends_at_its_status(page: str) -> None:
     assert said == "llama-server answered 404" + (": plain words" if "plain" in page else "")
 
 
+def test_refusal_of_many_words_is_shortened() -> None:
+    """/health and the log tell it."""
+    body = b'{"error": {"message": "%b"}}' % (b"x" * (1 << 20))
+    assert error_message(body) == "x" * 1000
+
+
 @pytest.fixture
 def taken() -> Iterator[str]:
     """A port that somebody listens on, this process."""
