@@ -226,7 +226,7 @@ async def send(
     except BaseException as error:
         transport.abort()
         if isinstance(error, HttpProcessingError):
-            raise aiohttp.ClientError(error.message) from error
+            raise aiohttp.ClientError(" ".join(error.message.split())) from error
         raise
     return Reply(method, connection, head, content)
 

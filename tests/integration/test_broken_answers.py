@@ -276,6 +276,13 @@ async def test_answer_without_a_length_is_not_whole_when_it_was_cut(upstream: Up
                 await read_most(answer.content)
 
 
+async def test_what_is_no_http_is_told_in_one_line(ask: Ask, upstream: Upstream) -> None:
+    upstream.parts = [b"SSH-2.0-OpenSSH_9.0\r\n"]
+    async with ask() as answer:
+        told = (await answer.json())["error"]["message"]
+    assert "SSH-2.0-OpenSSH_9.0" in told and "\n" not in told
+
+
 @pytest.fixture
 def buffered(monkeypatch: pytest.MonkeyPatch) -> bytes:
     """Return more bytes than are kept of an answer, which are few here."""
