@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from proxy.core.messages import Route, error_text, list_of, member, object_in, text_of
-from proxy.llama.client import Timings
+from proxy.llama.client import Count, Timings
 from proxy.llama.connection import MAX_BUFFERED_BYTES
 from proxy.llama.requests import is_anthropic
 
@@ -46,10 +46,10 @@ _COMPLAINT_CHARACTERS = 200
 class _Usage(msgspec.Struct):
     """Anthropic's `input_tokens` leaves out cached tokens, OpenAI's includes them."""
 
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cache_read_input_tokens: int | None = None
-    input_tokens_details: dict[str, int] | None = None
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
+    cache_read_input_tokens: Count | None = None
+    input_tokens_details: dict[str, Count] | None = None
 
 
 @dataclass(frozen=True, slots=True)

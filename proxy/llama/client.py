@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -29,7 +29,6 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 Body = bytes | AsyncIterable[bytes] | None
 
-_NO_KEY = {"Accept": "*/*"}
 _OWN = {"Content-Type": "application/json", "Connection": "close"}
 """A new connection for each call: a kept one could still lead to a process that is going."""
 QUICK_SECONDS = 10.0
@@ -92,13 +91,17 @@ class SlotStatus(msgspec.Struct):
         return 0 if self.id_task < 0 else self.n_prompt_tokens
 
 
+Count = Annotated[int, msgspec.Meta(lt=1 << 31)]
+"""Sums of larger numbers could not be stored."""
+
+
 class Timings(msgspec.Struct, frozen=True):
     """What a generation reused and evaluated; cache_n + prompt_n is the prompt's length."""
 
-    cache_n: int
-    prompt_n: int
+    cache_n: Count
+    prompt_n: Count
     prompt_ms: float = 0.0
-    predicted_n: int = 0
+    predicted_n: Count = 0
 
 
 class Saved(msgspec.Struct):
@@ -280,7 +283,8 @@ class LlamaServer:
         /props needs a key on every build, /models does not on some (server-http.cpp).
         """
         try:
-            await self._read("GET", path, None, keys or _NO_KEY, QUICK_SECONDS)
+            # Without headers, the proxy's own key would be sent.
+            await self._read("GET", path, None, keys or {"Accept": "*/*"}, QUICK_SECONDS)
         except UpstreamRefused as refusal:
             if refusal.status not in (401, 403):
                 raise

@@ -84,6 +84,8 @@ def test_timings_before_an_event_whose_text_mentions_them_are_found() -> None:
         b'{"timings": null}',
         b'{"timings": {"cache_n": "many", "prompt_n": 1}}',
         b'{"timings": {"cache_n": 1',
+        b'{"timings": {"cache_n": 1, "prompt_n": 9999999999}}',
+        b'{"usage": {"input_tokens": 9999999999, "output_tokens": 1, "cache_read_input_tokens": 1}}',
         b'data: {"timings": 5}\n\n',
         b'data: {"timings": {\xff}\n\n',
         b'{"content": "\xed\xa0", "timings": {}}',
