@@ -290,12 +290,13 @@ def buffered(monkeypatch: pytest.MonkeyPatch) -> bytes:
     return b" " * (2 << 20)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_own_call_does_not_read_more_than_is_kept(
-    upstream: Upstream, buffered: bytes
+    upstream: Upstream, buffered: bytes, host: str
 ) -> None:
     upstream.parts, upstream.end = [JSON + b"\r\n", buffered], "hold"
     async with upstream.listening() as port, new_session() as session:
-        to = LlamaServer(session, Target(f"http://127.0.0.1:{port}"), None)
+        to = LlamaServer(session, Target(f"http://{host}:{port}"), None)
         with pytest.raises(UpstreamRefused, match="/props: too long"):
             await to.props()
 
