@@ -107,7 +107,8 @@ class DegradationKind(StrEnum):
     LOADING = "llama-server is loading"
     """llama-server is still loading its model. Requests wait for it up to upstream_wait_seconds.
 
-    None needed: it ends by itself.
+    None needed if it ends by itself. Else something before llama-server, such as a load balancer, answers
+    503 in its place: see whether llama-server runs.
     """
     API_KEY_REFUSED = "llama-server wants an API key"
     """llama-server was started with --api-key, and refuses the proxy's own calls.
