@@ -252,7 +252,7 @@ class HostedModels(Watched):
                 waiting.admitted.set_result(None)
 
     async def _change(self, model: str, leaving: frozenset[str]) -> None:
-        """Save and unload the models in *leaving*, then load *model*."""
+        """Save and unload the models in *leaving*, then load *model*; if it cannot, the host says why."""
         before, began, log, reason = self.loaded, time.monotonic(), get_logger("models"), ""
         try:
             await self._let_go(leaving)
@@ -267,7 +267,6 @@ class HostedModels(Watched):
             gone = before - self.loaded
             if model in self.loaded:
                 self._together -= {frozenset((model, other)) for other in gone}
-            # If the model cannot be loaded, the host's own answer says why.
             self._admit([w for w in self._waiting if w.model == model])
             self._advance()
         if model in self.loaded:
