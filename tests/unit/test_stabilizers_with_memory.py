@@ -1,6 +1,7 @@
 """Stabilizers that look at earlier requests and answers."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from proxy.core.messages import Route
 from proxy.stabilize.model import Memory, Name, RequestFacts
 from proxy.stabilize.run import NO_FACTS, NOTHING_SEEN, Stabilized, stabilize
-from proxy.stabilize.sticky import choose_call, means_the_same
+from proxy.stabilize.sticky import _COUNTS, _find, choose_call, means_the_same
 
 ANSWER = {"role": "assistant", "content": "Done."}
 
@@ -619,3 +620,18 @@ def test_calls_that_a_conversation_still_sends_are_not_forgotten() -> None:
         memory.remember_call(f"c{i}", "read", "{}")
         memory.learn(stabilize(Route.CHAT, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}).lessons)
     assert memory.calls("c0") and not memory.calls("c1")
+
+
+def test_text_that_a_tenant_repeats_is_searched_once() -> None:
+    n_searches = 0
+
+    def around(found: re.Match[str]) -> str:
+        nonlocal n_searches
+        n_searches += 1
+        return ""
+
+    kind = _COUNTS._replace(name="test_text_that_a_tenant_repeats", around=around)
+    places = [_find(kind, tenant, "system", "Of 3 files,\nnone has\n5 lines.") for tenant in "aab"]
+    assert [place[:2] for place in places[0]] == [(0, 11), (21, 29)]
+    assert n_searches == 4  # other tenants would be told by the time that an answer takes
+    assert places[1] == places[0] and places[2] != places[0]
