@@ -151,7 +151,7 @@ def _percentiles(works: Iterator[Callable[[], object]]) -> tuple[float, float]:
 async def resident(folder: Path, leftovers: ExitStack) -> tuple[float, float]:
     """Return the resident memory of an idle proxy, and what of it is not mapped files, in MB."""
     log = Path(leftovers.enter_context(tempfile.TemporaryDirectory())) / "proxy.log"
-    options = ("--max-store-bytes", str(UNLIMITED))
+    options = ("--max-store-bytes", f"{UNLIMITED >> 40}TiB")
     proxy = ProxyProcess("http://127.0.0.1:9", folder, log, Setup(proxy_options=options))
     leftovers.callback(proxy.kill)
     proxy.start()
