@@ -90,8 +90,7 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
     """Return a node's name for people, short enough for its size and age in 80 columns."""
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
     if level == 0:
-        name = shortened(newest.model or "a model that is not known", 30)
-        return name + (", not served now," if newest.is_served is False else "")
+        return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
         if newest.n_header_tokens <= 1:  # the first token is that of every prompt
             # With one slot and full attention no header is looked for: nothing depends on it.

@@ -129,8 +129,7 @@ class Outline:
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
-    Only a running proxy knows the value, whether the file is likely in memory, and whether a llama-server
-    with the same model file, flags and answers runs now (`is_served`). `title` are the user's
+    Only a running proxy knows the value, and whether the file is likely in memory. `title` are the user's
     first words, empty if they are not known. `model` is the model's name when it was last served; None if
     that is not known. `quarantine` says why the checkpoint is never used again, and since when; None if it
     may be used.
@@ -150,7 +149,6 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     n_restores: int
     is_pinned: bool
     is_warm: bool | None = None
-    is_served: bool | None = None
     value_seconds: float | None = None
     model: str | None = None
     quarantine: Quarantine | None = None

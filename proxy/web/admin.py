@@ -228,9 +228,8 @@ class Admin:
         listed = list[views.ListedCheckpoint]()
         async for c in in_slices(store):
             if not node_id or node_id in views.path_to(views.parent_of(c)):
-                more = {"is_warm": store.is_warm(c), "is_served": present.serves(c)}
-                value = round(store.value_seconds(c, present), 3)
-                listed.append(views.list_checkpoint(c, names, value_seconds=value, **more))
+                value, is_warm = round(store.value_seconds(c, present), 3), store.is_warm(c)
+                listed.append(views.list_checkpoint(c, names, value_seconds=value, is_warm=is_warm))
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
     async def tree(self, request: web.Request) -> web.Response:

@@ -485,17 +485,6 @@ def test_header_that_was_not_looked_for_is_not_called_unknown(n_tokens: int, sai
     assert " 0000" not in listing(one)  # it names nothing
 
 
-def test_namespaces_of_one_model_are_told_apart_by_whether_they_are_served() -> None:
-    """Such are there after another -fa or backend; without a proxy nobody knows."""
-    below = LISTED[0].parent.partition("/")[2]
-    new, old, unknown = (
-        msgspec.structs.replace(LISTED[0], parent=f"{2 * digits}/{below}", is_served=is_served)
-        for digits, is_served in (("a" * 16, True), ("b" * 16, False), ("c" * 16, None))
-    )
-    told = [line for line in listing(new, old, unknown).splitlines() if "not served" in line]
-    assert len(told) == 1 and told[0].endswith("bbbbbbbb")
-
-
 def test_names_from_elsewhere_cannot_give_the_terminal_orders() -> None:
     """A client names any model, and an imported file any client."""
     order = "\x1b]0;gone\x07\x9b31m"
@@ -512,7 +501,7 @@ def test_ls_fits_80_columns() -> None:
     listed = [
         msgspec.structs.replace(
             LISTED[0], id=f"{n:016x}", parent=f"{'9f' * 16}/{n % 2 + 1:016x}/{n + 9:016x}", kind=kind,
-            model="Qwen3-Coder-480B-A35B-Instruct-UD-Q4_K_XL", n_tokens=262_144, is_served=False,
+            model="Qwen3-Coder-480B-A35B-Instruct-UD-Q4_K_XL", n_tokens=262_144,
             size_bytes=13 << 30, value_seconds=999.4, is_pinned=n > 2,
             last_used_at=time.time() - 3599,
         )
