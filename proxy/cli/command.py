@@ -341,11 +341,10 @@ class RunningProxy:
             nobody = f"answers at {self.url}: {why}."
             if not self._is_admin:
                 fail(f"nothing {nobody} Check the URL, and that the server runs", Exit.UNAVAILABLE)
-            context = click.get_current_context(silent=True)
-            takes_directory = context is not None and "slot_save_path" in context.params
             fail(
                 f"no proxy {nobody} Start it (`run` or `serve`), or give --admin HOST:PORT if its `admin`"
-                f" is another{', or --slot-save-path DIRECTORY to do without' * takes_directory}",
+                " is another. Without a proxy, `ls`, `pin`, `unpin` and `rm` take --slot-save-path"
+                " DIRECTORY",
                 Exit.UNAVAILABLE,
             )
 

@@ -10,6 +10,7 @@ import re
 import secrets
 import sys
 import tomllib
+from functools import partial
 from math import inf
 from pathlib import Path
 from string import Template
@@ -145,18 +146,13 @@ def written(path: Path, content: dict[str, Any]) -> str:
     """Return the text of a file with this content; a file of another kind has variables."""
     match path.suffix:
         case ".toml":
-            return "".join(f"{name} = {_json(value)}\n" for name, value in content.items())
+            quoted = partial(json.dumps, ensure_ascii=False)
+            return "".join(f"{name} = {quoted(value)}\n" for name, value in content.items())
         case ".yaml" | ".yml":
             return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
         case ".json" | ".jsonc":
-            return _json(content, 2) + "\n"
+            return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return "".join(f"{name}={visible(value)}\n" for name, value in content.items())
-
-
-def _json(content: Any, indent: int | None = None) -> str:
-    """Return JSON, whose strings are those of TOML too, with DEL and the like written as \\u007f."""
-    text = json.dumps(content, indent=indent, ensure_ascii=False)
-    return re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def merged(there: Any, content: Any) -> Any:

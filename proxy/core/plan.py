@@ -253,9 +253,11 @@ def displacements_by(
     The prompt reuses so many of these tokens (*reuses*); None: a checkpoint is restored over the slot.
     """
     content, rates = slot.content, now.rates
-    if not isinstance(content, Known) or content.is_aside:
-        return [NOTHING_DISPLACED for _ in reuses]
-    if is_continued(content, prompt, n_common):
+    if (
+        not isinstance(content, Known)
+        or content.is_aside
+        or is_continued(content, prompt, n_common)
+    ):
         return [NOTHING_DISPLACED for _ in reuses]
     size_bytes = saving.state_bytes(now.sizes, content)
     likelihood = 0.5 ** (max(0.0, now.time - slot.used_at) / HALF_LIFE_SECONDS)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from math import inf, isinf
 
 from proxy.core.cuts import LONG_MESSAGE_TOKENS, SLACK_TOKENS
-from proxy.core.messages import BYTES_PER_TOKEN, Conversation
+from proxy.core.messages import BYTES_PER_TOKEN, Conversation, count_messages
 from proxy.core.model import Prompt, Rule, SlotId, highest_point
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
@@ -265,18 +265,25 @@ def _gains_nothing_elsewhere(
 
 
 def choose_slot_for_bypass(
-    slots: Collection[Slot], namespace: Namespace, body: Sequence[bytes] = ()
+    slots: Collection[Slot], namespace: Namespace, digests: bytes = b""
 ) -> Slot | None:
     """Return the free slot for a request whose prompt is not known, or None if there is none.
 
     First a slot that such a request of the same tenant used before (llama-server reuses what it can), but
-    not if less than half of that request comes again: the slot may hold another conversation. Then an
-    empty slot, then the one whose loss costs least. *body* are the prefix hashes of the request's body.
+    only if more than half of the messages in the slot come again, or if all of the request's are there:
+    else the slot may hold another conversation, with the same system prompt. Then an empty slot, then the
+    one whose loss costs least.
+    *digests* are those of the request's Conversation, or of its prompt.
     """
+
+    def n_again(held: Unknown) -> int:
+        return count_messages(held.digests[: common_prefix_length(held.digests, digests)])
+
     going_on = [
-        (n_again, slot.used_at, slot.id, slot)
+        (n_again(held), slot.used_at, slot.id, slot)
         for slot, held in _unknown_slots(slots, namespace)
-        if 2 * (n_again := common_prefix_length(held.body, body)) >= len(held.body)
+        if 2 * n_again(held) > count_messages(held.digests)
+        or (n_again(held) == count_messages(digests) and bool(held.digests) == bool(digests))
     ]
     return max(going_on)[-1] if going_on else choose_slot_to_empty(slots)
 
@@ -291,7 +298,7 @@ def choose_slot_for_brief(
     brief = {slot.id: held.brief for slot, held in _unknown_slots(slots, namespace) if held.brief}
     cheap = [slot for slot in slots if slot.id in brief or isinstance(slot.content, Empty)]
     same = (s for s in cheap if s.id in brief and conversation.digests.startswith(brief[s.id]))
-    return next(same, None) or choose_slot_to_empty(cheap)
+    return max(same, key=lambda s: len(brief[s.id]), default=None) or choose_slot_to_empty(cheap)
 
 
 def _unknown_slots(slots: Iterable[Slot], namespace: Namespace) -> list[tuple[Slot, Unknown]]:

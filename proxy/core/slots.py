@@ -51,15 +51,15 @@ class Unknown:
     A slot that may hold any tenant's tokens is erased before it is used again. If `can_be_adopted`, a save
     will tell the tokens, and they are worth keeping. `likely` are tokens that the slot probably holds, such
     as the prompt of a request that was abandoned, or the prompt that is being evaluated. `brief` are the
-    digests of the Conversation of a brief chat that ended in the slot. `body` are the prefix hashes of the
-    body of a request whose prompt was not read.
+    digests of the Conversation of a brief chat that ended in the slot, `digests` those of another request
+    whose prompt was not read.
     """
 
     tenant: Namespace | None = None
     can_be_adopted: bool = True
     likely: TokenIds | None = None
     brief: bytes = b""
-    body: Sequence[bytes] = ()
+    digests: bytes = b""
     origin: Origin = EVALUATED
     n_points_at_most: ClassVar = MAX_CONTEXT_CHECKPOINTS
 
@@ -473,7 +473,6 @@ def after_evaluation(
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     kept_marks = sorted(marks - {0, cuts.header, cuts.turn_start})
-    del kept_marks[1 : 1 - MAX_CONTEXT_CHECKPOINTS]  # the lowest one stays, and the newest
     n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
     return Known(
         tokens=tokens,
@@ -483,7 +482,8 @@ def after_evaluation(
         header=_within(len(tokens), cuts.header) or old.header,
         turn_start=_within(len(tokens), cuts.turn_start) or old.turn_start,
         last_cut=old.last_cut,
-        marks=tuple(kept_marks),
+        # The lowest one stays, and the newest.
+        marks=(*kept_marks[:1], *kept_marks[1:][1 - MAX_CONTEXT_CHECKPOINTS :]),
         n_saved=old.n_saved,
         saved_points=old.saved_points,
         shape=prompt.shape,

@@ -6,7 +6,7 @@ are equal, token by token, because no 128-bit hash is a proof.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
@@ -76,7 +76,7 @@ def hash_whole(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> PrefixH
 
 
 def common_prefix_length(
-    left: TokenIds | str | Sequence[Any], right: TokenIds | str | Sequence[Any]
+    left: TokenIds | str | bytes | list[Any], right: TokenIds | str | bytes | list[Any]
 ) -> int:
     """Return how many leading tokens (characters, bytes, items) two sequences share, one by one."""
     limit = min(len(left), len(right))

@@ -91,7 +91,7 @@ class SlotStatus(msgspec.Struct):
         return 0 if self.id_task < 0 else self.n_prompt_tokens
 
 
-Count = Annotated[int, msgspec.Meta(lt=1 << 31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """Sums of larger numbers could not be stored."""
 
 

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import aiohttp
 import uvloop
@@ -61,9 +61,6 @@ class ReplyHandler(ResponseHandler):
     """
 
     on_change: Callable[[], None] = staticmethod(lambda: None)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop itself has set TCP_NODELAY
 
     def close(self) -> None:
         self.set_exception(aiohttp.ClientConnectionError("it was cut"))

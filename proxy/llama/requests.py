@@ -389,6 +389,19 @@ def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conv
     )
 
 
+def message_digests(body: GenerationBody | None) -> bytes:
+    """Return digests of what is rendered before the messages of any body, and of each message.
+
+    None for a body without messages. An editor's prompt needs none: llama-server also reuses what stood
+    elsewhere in that prompt before.
+    """
+    fields = body.fields if body else {}
+    messages = list_of(fields.get("messages") or fields.get("input"))
+    before = [fields.get(name) for name in ("tools", "system", "instructions")]
+    parts = map(msgspec.json.encode, (before, *messages)) if messages else ()
+    return b"".join(map(xxhash.xxh3_64_digest, parts))
+
+
 # Requests that are made only to evaluate a prompt: one token is generated and not read.
 
 

@@ -48,7 +48,7 @@ _SEARCHED_CHARACTERS = 400
 """How much of a text's end is searched for a special token: templates begin each message with one."""
 
 _SPELLED_CHARACTERS = 2048
-"""In a text of so many, the text of each token costs llama-server less than to tokenize its end again."""
+"""Up to so many, llama-server tells the text of each token sooner than it tokenizes the end again."""
 _N_TEXTS = 16
 _CHECKED = 64
 """One in so many texts is also tokenized as a whole, as a check."""
@@ -97,6 +97,7 @@ class PromptReader:
         self._headers: TTLCache[bytes, TokenIds] = TTLCache(_N_REMEMBERED, _REMEMBERED_SECONDS)
         self._turns: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._endings: LRUCache[tuple[str, str, bytes], str] = LRUCache(_N_REMEMBERED)
+        self._tails: LRUCache[tuple[Namespace, str], TokenIds] = LRUCache(_N_TEXTS)
 
     async def read(
         self,
@@ -298,7 +299,10 @@ class PromptReader:
         ends = self.known.ends.get((rendering.namespace, rendering.text), {})
         if n_tail := ends.get(len(tail.encode())):
             return len(rendering.tokens) - n_tail
-        tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
+        tokens = self._tails.get(key := (rendering.namespace, tail))
+        if tokens is None:
+            tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
+            self._tails[key] = tokens
         n_cut = len(rendering.tokens) - len(tokens)
         return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
@@ -359,7 +363,7 @@ class KnownTexts:
         self._upstream = upstream
         self._texts: deque[tuple[Namespace, str, TokenIds]] = deque(maxlen=_N_TEXTS)
         self.ends: LRUCache[tuple[Namespace, str], dict[int, int]] = LRUCache(_N_TEXTS)
-        """How many tokens the last so many bytes of a text are, wherever a token begins near its end."""
+        """How many tokens the last n bytes of a text are, for each n at which a token begins."""
         self._mark: tuple[str, int] | None = None
         self.n_spliced = 0
 
@@ -387,6 +391,7 @@ class KnownTexts:
         if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
             return False
         self._texts.clear()
+        self.ends.clear()
         self._mark = "", 0
         return True
 

@@ -9,7 +9,7 @@ from proxy.core.model import SlotId
 from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, Unknown, must_be_erased
-from proxy.core.tokens import Namespace, hash_prefixes, token_ids
+from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama import requests
 from proxy.llama.answers import Answer
@@ -48,9 +48,7 @@ class UncachedRequest:
         self._beside_tokens = b"" if body is None else requests.beside_tokens(request.route, body)
         self._before: LastTasks | None = None
         self._is_sent = self._is_placed = False
-        # Of an editor's prompt llama-server also reuses what stood elsewhere in the prompt before.
-        raw = b"" if request.route is Route.PINNED else request.raw[: len(request.raw) // 4 * 4]
-        self._hashes = hash_prefixes(request.namespace, token_ids(raw))
+        self._digests = requests.message_digests(request.body)
 
     async def serve_pinned(self, body: requests.GenerationBody) -> None:
         """Serve the request in one slot of the proxy's choice.
@@ -64,7 +62,7 @@ class UncachedRequest:
         def choose() -> Choice[None] | None:
             slots, namespace = self._process.slots, self._namespace
             slot = choose_slot_for_brief(slots, brief, namespace) if brief else None
-            slot = slot or choose_slot_for_bypass(slots, namespace, self._hashes)
+            slot = slot or choose_slot_for_bypass(slots, namespace, self._digests)
             return Choice((slot.id,), None) if slot else None
 
         with await self._process.queue.lease(choose, since=self._request.arrived_at) as lease:
@@ -159,7 +157,7 @@ class UncachedRequest:
             # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(self._namespace, False, brief=brief, body=self._hashes)
+            unknown = Unknown(self._namespace, False, brief=brief, digests=self._digests)
             is_tainted = is_unclear or self._beside_tokens
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 

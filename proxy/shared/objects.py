@@ -169,7 +169,7 @@ _LEAST_KEY_BYTES = 32
 def read_key(file: Path) -> bytes:
     """Return the key in a file, of any content with at least 32 bytes; raises SettingsError.
 
-    The end of a text does not count: openssl writes a line end, a Secret of Kubernetes has none.
+    The line end of an ASCII text does not count: openssl writes one, a Secret of Kubernetes has none.
     """
     try:
         content = Path(os.path.expanduser(file)).read_bytes()
@@ -177,7 +177,7 @@ def read_key(file: Path) -> bytes:
         raise SettingsError(f"shared_store: key_file: {in_words(error)}") from error
     if len(content) < _LEAST_KEY_BYTES:
         raise SettingsError(f"shared_store: key_file: {file} has under {_LEAST_KEY_BYTES} bytes")
-    whole = content.rstrip() + b"\n" if content.isascii() else content
+    whole = content.rstrip(b"\r\n") + b"\n" if content.isascii() else content
     return blake2b(whole, person=b"shared store").digest()
 
 

@@ -112,7 +112,7 @@ class Tier:
         began = time.monotonic()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
-            # With everything, what might not be read is tried again.
+            # A full listing also tries again what this user was not allowed to read.
             self.remote.known -= self._denied if is_full else set[CheckpointId]()
             known = set(self.remote.known) if is_full else set[CheckpointId]()
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
@@ -154,9 +154,11 @@ class Tier:
         for host in apart:
             says = f"states of {host} are not used: {_APART}"
             self.remote.log.warning("states of another machine are not used", says=says)
-        is_away = len(ended) == _READ_AT_ONCE and all(ended)
-        for fault in filter(None, ended):  # a few records that cannot be read hide no others
-            if is_away or not isinstance(fault, SharedStoreFault):
+        faults = [
+            fault for fault in ended if fault
+        ]  # a few records that cannot be read hide no others
+        for fault in faults:
+            if len(faults) == _READ_AT_ONCE or not isinstance(fault, SharedStoreFault):
                 raise fault
             self.remote.log.info("a record in the shared store cannot be read now", why=str(fault))
 

@@ -53,7 +53,7 @@ class Downloads:
     @property
     def is_off(self) -> bool:
         """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
-        return time.monotonic() < self._damaged_until or self._remote.is_failing("list", "fetch")
+        return time.monotonic() < self._damaged_until or self._remote.is_failing("fetch")
 
     async def find_out(self) -> None:
         """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
@@ -209,7 +209,7 @@ class Uploads:
         self._wake.set()
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Upload there from now on: all that is there is known, and own states may be there from before."""
+        """Upload to these folders from now on: they have been listed, so that nothing goes up twice."""
         self._listed.update(folders)
         self._wake.set()
 

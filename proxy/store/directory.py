@@ -122,7 +122,7 @@ def read_sidecar(files: StateFiles, name: str) -> Sidecar | None:
 
 UNREADABLE = "a state cannot be read"
 _NOT_AS_SAVED = "a state is not what its record says"
-LACKING = "it lacked states that lie beside it, as an older copy does"
+LACKING = "states lie there without an entry, as after a crash in a save, or with an older index"
 
 
 @dataclass
@@ -268,7 +268,8 @@ class StoreDirectory:
         Without its record a state is never entered again, whatever happens next.
         """
         self.files.remove(self.files.sidecar_name(checkpoint.file_name))
-        sync_names(self.files.directory)
+        with suppress(OSError):  # a full disk
+            sync_names(self.files.directory)
         tokens = self.index.tokens(checkpoint.id)
         hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
         try:

@@ -114,9 +114,8 @@ class Index:
                 if self._is_copied:
                     sound.replace(self._file)
                 # LMDB maps its lock file: on a full disk a hole in the file would end the process.
-                lock = os.open(path / "lock.mdb", os.O_WRONLY | os.O_CREAT, 0o600)
-                with open(lock, "wb") as file:
-                    file.write(bytes(8192))
+                (path / "lock.mdb").touch(mode=0o600)
+                (path / "lock.mdb").write_bytes(bytes(8192))
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name

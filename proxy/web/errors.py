@@ -177,7 +177,8 @@ def edits_of(
     account = request.account if request else None
     n_found = account.n_reused if account else None
     headers, of_anthropic = answer.headers, is_anthropic(path)
-    if answer.method == "HEAD" or "Content-Encoding" in headers:
+    is_too_long = int(headers.get("Content-Length", 0)) > MAX_BUFFERED_BYTES
+    if answer.method == "HEAD" or "Content-Encoding" in headers or is_too_long:
         return None, None
     is_needed = of_anthropic or n_found is not None or told.diagnostics
     usage = TrueUsage(path, n_found, told.diagnostics) if is_needed else None

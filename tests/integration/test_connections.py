@@ -19,14 +19,7 @@ from proxy import app
 from proxy.core.model import SlotId
 from proxy.errors import UpstreamLost, UpstreamUnreachable, in_words
 from proxy.llama.client import LlamaServer, Target
-from proxy.llama.connection import (
-    CannotConnect,
-    EventLoop,
-    literal_address,
-    new_session,
-    read_most,
-    send,
-)
+from proxy.llama.connection import CannotConnect, EventLoop, literal_address, new_session, read_most
 from tests.lab.waiting import HANG_SECONDS
 
 
@@ -198,21 +191,6 @@ async def test_literal_address_needs_no_thread() -> None:
             loop.getaddrinfo("127.0.0.1", 80).send(None)
     finally:
         loop.close()
-
-
-async def test_connection_sends_small_parts_at_once(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """uvloop sees to that, so that aiohttp need not."""
-    told: list[object] = []
-    monkeypatch.setattr("aiohttp.base_protocol.tcp_nodelay", lambda *given: told.append(given[0]))
-    address = literal_address(peer.url.rstrip("/"))
-    assert address is not None
-    async with await send(address, "GET", "/", CIMultiDict(), b"") as reply:
-        assert (transport := reply.connection.transport) and transport not in told
-        connected = transport.get_extra_info("socket")
-        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert await read_most(reply.content) == b"0"
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])

@@ -199,10 +199,10 @@ async def test_conversation_with_an_adapter_goes_on_in_its_slot_as_without_the_p
 async def test_conversations_with_one_adapter_take_turns_in_a_slot_for_each(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
-    """Their prompts are not read, so that only their bodies tell which slot holds which of them."""
+    """Their prompts are not read, so that only their messages tell which slot holds which of them."""
     write_adapter(adapter := tmp_path / "adapter.gguf")
     adapted = {"lora": [{"id": 0, "scale": 0.5}]}
-    talks = [[system(200, number), user(number, 200)] for number in (1, 2)]
+    talks = [[system(200, 1), user(number, 200)] for number in (1, 2)]
     async with start_rig("full", n_slots=3, extra_args=("--lora", str(adapter))) as rig:
         for turn in range(3):
             for talk in talks:

@@ -256,7 +256,7 @@ async def test_older_index_put_in_place_loses_no_newer_state(
     expected = records(directory)
     shutil.rmtree(directory / "index")
     (tmp_path / "older").rename(directory / "index")
-    with pytest.raises(IndexDamaged, match="older copy"), open_offline(directory):
+    with pytest.raises(IndexDamaged, match="with an older index"), open_offline(directory):
         pass
     assert gone.id not in expected and await rebuilt(directory) == expected
 

@@ -41,18 +41,23 @@ def test_choose_slot_for_bypass_among_known_slots_takes_the_least_unsaved() -> N
     ("body", "expected"),
     [
         ("abcdxy", 0),  # goes on
-        ("abxy", 0),  # half of it was edited
+        ("abcxy", 0),  # the last message was edited
+        ("vw", 1),  # it is asked again from its beginning
         ("vwxyz", 1),
-        ("axyz", 3),  # another conversation with the same header
+        ("abxyz", 3),  # another conversation with the same system prompt
     ],
 )
-def test_choose_slot_for_bypass_goes_on_where_most_of_the_body_comes_again(
+def test_choose_slot_for_bypass_goes_on_where_most_of_the_messages_come_again(
     body: str, expected: int
 ) -> None:
-    bodies = [[char.encode() for char in text] for text in ("abcd", "vwxy", "abcdefghi")]
-    held = slots(*(Unknown(NAMESPACE, body=each) for each in bodies), Empty())
-    chosen = choose_slot_for_bypass(held, NAMESPACE, [char.encode() for char in body])
+    digests = [
+        b"".join(8 * char.encode() for char in text) for text in ("abcd", "vwxy", "abcdefghi", body)
+    ]
+    held = slots(*(Unknown(NAMESPACE, digests=each) for each in digests[:3]), Empty())
+    chosen = choose_slot_for_bypass(held, NAMESPACE, digests[3])
     assert chosen is not None and chosen.id == expected
+    editors = choose_slot_for_bypass(held, NAMESPACE)
+    assert editors is not None and editors.id == 3
 
 
 @pytest.mark.parametrize("more", [("a2",), ()])
