@@ -1,8 +1,7 @@
 """The directory of a store: its lock, and its index and files, which are changed together.
 
-Owns the order of writes (docs/storage-format.md): the files are written before the index entry, and deleted
-after it. Beside each state lies its record, from which a lost or damaged index is made anew. Nothing here
-awaits; one thread at a time may write.
+Owns the order of writes (docs/storage-format.md). Beside each state lies its record, from which a lost or
+damaged index is made anew. Nothing here awaits; one thread at a time may write.
 """
 
 import fcntl

@@ -364,7 +364,7 @@ class CheckpointStore(Catalogue):
     # Removing checkpoints.
 
     async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
-        """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
+        """Delete a checkpoint; return False if it is gone, pinned or in use.
 
         Only an operator can remove a pinned checkpoint. A broken checkpoint always goes: it is of no use.
         """
