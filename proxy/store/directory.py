@@ -24,7 +24,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.files import read_state_file
-from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, replacing, sync_names
+from proxy.store.files import FileStamp, StateFiles, id_of, replacing, sync_names
 from proxy.store.index import NOTHING_NEWER, Entry, Index, Newer
 from proxy.store.known_models import Owner, introduce, owners
 
@@ -179,14 +179,14 @@ class StoreDirectory:
                     self._lock = (path / LOCK_NAME).stat()
                 # Files that were being saved are useless, and a full disk may have no other room for the
                 # index.
-                names = self.files.names() if mends_index and not is_readonly else ()
-                self.half = [n for n in names if not n.endswith((".state", ".meta"))]
+                names, removes = [*self.files.names()], mends_index and not is_readonly
+                self.half = [n for n in names if removes and not n.endswith((".state", ".meta"))]
                 for name in self.half:
                     self.files.remove(name)
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
-                self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
+                self._require_whole(names, mends_index=mends_index, reads_all=reads_all)
             except OSError as error:
                 raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
@@ -194,9 +194,9 @@ class StoreDirectory:
     def close(self) -> None:
         self._opened.close()
 
-    def _require_whole_index(self, *, mends_index: bool, reads_all: bool) -> None:
+    def _require_whole(self, names: Iterable[str], *, mends_index: bool, reads_all: bool) -> None:
         flaw = self.index.inconsistency(reads_all=reads_all)
-        lacking = self._states_without_entry(only_recorded=not self.index.flaw)
+        lacking = self._unentered(names, only_recorded=not self.index.flaw)
         if (flaw or lacking) and not mends_index:
             raise IndexDamaged(self.files.directory / "index", flaw or self.index.flaw or LACKING)
         if flaw:
@@ -323,12 +323,15 @@ class StoreDirectory:
     def make_index_anew(self, reason: str) -> None:
         """Forget all entries, and enter all states again."""
         self.index.clear()
-        self._enter_states(reason, self._states_without_entry())
+        self._enter_states(reason, self._unentered(self.files.names()))
 
-    def _states_without_entry(self, *, only_recorded: bool = False) -> list[str]:
-        there, entered = {*self.files.names()}, {*self.index.ids()}
-        lacking = [n for n in there if is_state_name(n) and id_of(n) not in entered]
-        return [n for n in lacking if not only_recorded or self.files.sidecar_name(n) in there]
+    def _unentered(self, names: Iterable[str], *, only_recorded: bool = False) -> list[str]:
+        """Return the states among *names* that have no entry, and with *only_recorded* a record."""
+        entered, files = {*self.index.ids()}, self.files
+        lacking = [n for n in names if n.endswith(".state") and id_of(n) not in entered]
+        return [
+            n for n in lacking if not only_recorded or files.path(files.sidecar_name(n)).exists()
+        ]
 
     def _enter_states(self, reason: str, states: Iterable[str]) -> None:
         """Enter states without an entry; delete those that cannot be entered.
