@@ -178,7 +178,7 @@ def test_long_line_takes_little_time() -> None:
 
 
 def test_line_larger_than_the_buffer_passes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.web.errors.MAX_BUFFERED_BYTES", 10)
     edit = edit_of_stream(MESSAGES.path, 5)
     assert edit is not None
+    monkeypatch.setattr("proxy.web.errors.MAX_BUFFERED_BYTES", 10)
     assert edit.feed(b"data: " + b"x" * 20) == b"data: " + b"x" * 20
