@@ -482,7 +482,7 @@ def _complaint(name: str, value: Any) -> str:
     """Return the message that refuses a value, and names what is allowed."""
     if name == "stabilizers" and (wrong := unknown_words(str(value))):
         return f"{wrong[0]} is no stabilizer{_meant(wrong[0], WORDS)}: docs/stabilizers.md has all"
-    said = "a number (use quotes)" if name.endswith("_key") else f"`{written('', value)}`"
+    said = "a value without quotes" if name.endswith("_key") else f"`{written('', value)}`"
     return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {SCHEMA[name]['description']}"
 
 

@@ -119,8 +119,8 @@ class DegradationKind(StrEnum):
     """What answers at `upstream` is neither a llama-server with slots nor a known host of models.
 
     Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; leave out /v1; with
-    --api-prefix, add the prefix to the URL. Nothing to do for a model of
-    llama-swap that is vLLM, whisper.cpp or the like: its requests pass through.
+    --api-prefix, add the prefix to the URL. Nothing to do for a model of llama-swap that is vLLM,
+    whisper.cpp or the like: its requests pass through.
     """
     ATTACHING = "attaching"
     """First contact: slots are being saved and the model is being identified.

@@ -269,11 +269,15 @@ def choose_slot_for_bypass(
 ) -> Slot | None:
     """Return the free slot for a request whose prompt is not known, or None if there is none.
 
-    First a slot that such a request of the same tenant used before (llama-server reuses what it can), but
-    only if more than half of the messages in the slot come again, or if all of the request's are there:
-    else the slot may hold another conversation, with the same system prompt. Then an empty slot, then the
-    one whose loss costs least.
-    *digests* are those of the request's Conversation, or of its prompt.
+    llama-server reuses what a slot holds of the prompt. The request takes the first that there is of:
+
+    1. a slot that such a request of the same tenant used before. More than half of the messages in the
+    slot must come again, or all messages of the request stand there. Else the slot may hold another
+    conversation with the same system prompt;
+    2. an empty slot;
+    3. the slot whose loss costs least.
+
+    *digests* are those of the request's messages; empty if it has none, as an editor's.
     """
 
     def n_again(held: Unknown) -> int:

@@ -51,8 +51,8 @@ class Unknown:
     A slot that may hold any tenant's tokens is erased before it is used again. If `can_be_adopted`, a save
     will tell the tokens, and they are worth keeping. `likely` are tokens that the slot probably holds, such
     as the prompt of a request that was abandoned, or the prompt that is being evaluated. `brief` are the
-    digests of the Conversation of a brief chat that ended in the slot, `digests` those of another request
-    whose prompt was not read.
+    digests of the Conversation of a brief chat that ended in the slot, `digests` those of the messages of
+    any request whose prompt was not read.
     """
 
     tenant: Namespace | None = None

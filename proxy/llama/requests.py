@@ -17,6 +17,7 @@ import xxhash
 from multidict import MultiMapping
 
 from proxy.core.messages import (
+    CONVERSATIONS,
     Conversation,
     Route,
     UnknownShape,
@@ -389,13 +390,9 @@ def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conv
     )
 
 
-def message_digests(body: GenerationBody | None) -> bytes:
-    """Return digests of what is rendered before the messages of any body, and of each message.
-
-    None for a body without messages. An editor's prompt needs none: llama-server also reuses what stood
-    elsewhere in that prompt before.
-    """
-    fields = body.fields if body else {}
+def message_digests(route: Route, body: GenerationBody | None) -> bytes:
+    """Return digests of what a body has before its messages, and of each message; empty if it has none."""
+    fields = body.fields if body and route in CONVERSATIONS else {}
     messages = list_of(fields.get("messages") or fields.get("input"))
     before = [fields.get(name) for name in ("tools", "system", "instructions")]
     parts = map(msgspec.json.encode, (before, *messages)) if messages else ()

@@ -48,7 +48,7 @@ class UncachedRequest:
         self._beside_tokens = b"" if body is None else requests.beside_tokens(request.route, body)
         self._before: LastTasks | None = None
         self._is_sent = self._is_placed = False
-        self._digests = requests.message_digests(request.body)
+        self._digests = requests.message_digests(request.route, body)
 
     async def serve_pinned(self, body: requests.GenerationBody) -> None:
         """Serve the request in one slot of the proxy's choice.
@@ -157,7 +157,9 @@ class UncachedRequest:
             # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(self._namespace, False, brief=brief, digests=self._digests)
+            unknown = Unknown(
+                self._namespace, can_be_adopted=False, brief=brief, digests=self._digests
+            )
             is_tainted = is_unclear or self._beside_tokens
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 

@@ -112,8 +112,8 @@ class Tier:
         began = time.monotonic()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
-            # A full listing also tries again what this user was not allowed to read.
-            self.remote.known -= self._denied if is_full else set[CheckpointId]()
+            if is_full:  # what this user was not allowed to read is tried again
+                self.remote.known -= self._denied
             known = set(self.remote.known) if is_full else set[CheckpointId]()
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = None if is_full else f"{under}/{since}"
@@ -154,10 +154,8 @@ class Tier:
         for host in apart:
             says = f"states of {host} are not used: {_APART}"
             self.remote.log.warning("states of another machine are not used", says=says)
-        faults = [
-            fault for fault in ended if fault
-        ]  # a few records that cannot be read hide no others
-        for fault in faults:
+        faults = [fault for fault in ended if fault]
+        for fault in faults:  # a few records that cannot be read hide no others
             if len(faults) == _READ_AT_ONCE or not isinstance(fault, SharedStoreFault):
                 raise fault
             self.remote.log.info("a record in the shared store cannot be read now", why=str(fault))

@@ -196,7 +196,7 @@ class StoreDirectory:
 
     def _require_whole(self, names: Iterable[str], *, mends_index: bool, reads_all: bool) -> None:
         flaw = self.index.inconsistency(reads_all=reads_all)
-        lacking = self._unentered(names, only_recorded=not self.index.flaw)
+        lacking = [] if flaw else self._unentered(names, recorded=not self.index.flaw)
         if (flaw or lacking) and not mends_index:
             raise IndexDamaged(self.files.directory / "index", flaw or self.index.flaw or LACKING)
         if flaw:
@@ -325,13 +325,11 @@ class StoreDirectory:
         self.index.clear()
         self._enter_states(reason, self._unentered(self.files.names()))
 
-    def _unentered(self, names: Iterable[str], *, only_recorded: bool = False) -> list[str]:
-        """Return the states among *names* that have no entry, and with *only_recorded* a record."""
+    def _unentered(self, names: Iterable[str], *, recorded: bool = False) -> list[str]:
+        """Return the states among *names* that have no entry; if *recorded*, those that have a record."""
         entered, files = {*self.index.ids()}, self.files
         lacking = [n for n in names if n.endswith(".state") and id_of(n) not in entered]
-        return [
-            n for n in lacking if not only_recorded or files.path(files.sidecar_name(n)).exists()
-        ]
+        return [n for n in lacking if not recorded or files.path(files.sidecar_name(n)).exists()]
 
     def _enter_states(self, reason: str, states: Iterable[str]) -> None:
         """Enter states without an entry; delete those that cannot be entered.

@@ -63,7 +63,7 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("slot_save_path: /no/such/directory", "is not a directory; create it first"),
     ("slot_save_path: /etc/hostname", "is not a directory; give one"),
     ("share_between_api_keys: perhaps", "true or false or null"),
-    ("upstream_api_key: 12345", "a number (use quotes) is not allowed, at `upstream_api_key`"),
+    ("upstream_api_key: 12345", "a value without quotes is not allowed, at `upstream_api_key`"),
     ("stabilizers: sfae", "sfae is no stabilizer, perhaps safe: docs/stabilizers.md"),
     ("stabilizers: [safe, -stick_date]", "stick_date is no stabilizer, perhaps sticky_date or "),
     ("stabilizers: {safe: true}", "stabilizers"),
