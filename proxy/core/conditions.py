@@ -160,6 +160,12 @@ class DegradationKind(StrEnum):
 
     None needed: the proxy tries again every 15 seconds.
     """
+    ONLY_EMBEDDINGS = "only embeddings", State.CACHING
+    """llama-server was started with --embeddings, for a model without pooling: it makes embeddings, and
+    would end at a completion. Its requests pass through.
+
+    None needed for embeddings. For completions start llama-server without --embeddings.
+    """
     ATTACH_FAILED = "attaching failed"
     """llama-server could not be examined at first contact.
 

@@ -114,12 +114,6 @@ def plan_launch(
     else:
         launch.additions.append((_SAVE_PATH, launch.slot_save_path))
     _place_listener(launch, given, free_port)
-    embeds = given.get("--embeddings")
-    if embeds and embeds.value == ON and "--pooling" not in given:
-        launch.conflicts.append(
-            f"{embeds}: llama-server then only makes embeddings, which need no cache, and dies of the first"
-            " completion"
-        )
     if key := given.get("--api-key"):
         launch.api_key = key.value.split(",")[0].strip() or None
     elif file := given.get("--api-key-file"):

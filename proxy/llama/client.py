@@ -326,6 +326,17 @@ class LlamaServer:
         """Return the entries of a list of models; a router's /models also has their states."""
         return await self.call("GET", path, list[dict[str, Any]], key="data", seconds=QUICK_SECONDS)
 
+    async def dies_of_completions(self) -> bool:
+        """Return whether a completion would end llama-server: it has --embeddings, and pools nothing.
+
+        Then it refuses /v1/embeddings in these words, whatever the request (server-context.cpp).
+        """
+        try:
+            await self.call("POST", "/v1/embeddings", msgspec.Raw, {})
+        except UpstreamRefused as refusal:
+            return "Pooling type 'none'" in str(refusal)
+        return False
+
     async def model_meta(self) -> ModelMeta:
         entries = await self.models()
         if self.target.host == "router":  # which lists all of its models

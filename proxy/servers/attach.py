@@ -105,6 +105,9 @@ async def attach(
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
+        if await process.upstream.dies_of_completions():
+            process.clears_idle_slots = False  # the trial below would be a completion
+            raise CannotCache(DegradationKind.ONLY_EMBEDDINGS)
         await _identify(process, props, launch)
     except CannotCache as obstacle:
         process.obstacle = obstacle

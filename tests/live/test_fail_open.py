@@ -198,6 +198,19 @@ async def test_gone_server_is_named_in_the_shape_of_the_api(start_rig: StartRig)
             assert "llama-prefix-cache: llama-server" in error["error"]["message"]
 
 
+async def test_llama_server_that_a_completion_would_end_makes_embeddings(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("full", extra_args=("--embeddings",), is_new=True) as rig:
+        await rig.reasons_are("only embeddings")
+        wanted = {"content": "one sentence"}
+        _, direct = await asyncio.to_thread(rig.server.request, "POST", "/embeddings", wanted)
+        async with rig.client.post(rig.base_url + "/embeddings", json=wanted) as reply:
+            assert await reply.json() == direct
+        health = await rig.health()
+        assert (health["state"], len(health["reasons"])) == ("caching", 1)
+
+
 async def test_streamed_request_after_failed_ones_holds_no_lease(start_rig: StartRig) -> None:
     async with start_rig("hybrid", n_slots=1) as rig:
         bad: list[dict[str, Any]] = [

@@ -172,13 +172,11 @@ def test_plan_launch_follows_llama_server_to_where_it_listens(
         ({"host": "/run/llama.sock"}, "--host /run/llama.sock"),
         ({"port": "http"}, "--port http"),
         ({"ssl_cert_file": "c.pem"}, "--ssl-cert-file c.pem"),
-        ({"embeddings": Given("--embedding", "on")}, "--embedding: "),
     ],
 )
 def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -> None:
     (conflict,) = launch(**given).conflicts
     assert named in conflict
-    assert launch(embeddings="on", pooling="mean").conflicts == []
 
 
 @pytest.mark.parametrize(
