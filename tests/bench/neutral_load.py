@@ -57,7 +57,6 @@ ALONE: dict[str, tuple[str, ...]] = {
     "no RAM cache": ("--cache-ram", "0"),
     "defaults": _RAM,
     "similarity": (*_RAM, *_OFTEN),
-    "similarity, reuse": (*_RAM, *_OFTEN, "--cache-reuse", "64", "--checkpoint-min-step", "256"),
     "RAM in proportion": _OFTEN,
 }
 """llama-server's flags by the name that the tables use."""
@@ -70,11 +69,13 @@ SWEPT = "agentic-code"
 FLAGS = {
     SWEPT: tuple(ALONE),
     "multi-turn": ("similarity", IN_PROPORTION),
-    SMALL: ("similarity", IN_PROPORTION),
+    SMALL: (IN_PROPORTION,),
     LARGE: ("no RAM cache", IN_PROPORTION),
     ENOUGH_SLOTS: ("defaults", "similarity"),
 }
 """What each load is tried with: all on one, elsewhere what did best there."""
+_TELLS_NOTHING = {("recurrent", SMALL)}
+"""Recurrent states are so small that a RAM cache of any proportion holds all of them."""
 
 
 Counted = dict[str, float]
@@ -266,7 +267,8 @@ def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
         for load in arguments.load or (
             (SWEPT,) if arguments.quick else [load for load in LOADS if load != LARGE]
         ):
-            yield kind, load
+            if arguments.load or (kind, load) not in _TELLS_NOTHING:
+                yield kind, load
 
 
 def main() -> int:

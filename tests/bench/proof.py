@@ -99,7 +99,7 @@ PARTS = (
     ),
     Part("server tests", ("server tests",), 1, 14, (_TESTS,), (_TESTS, "tokenize")),
     Part(
-        *("aiperf", ("aiperf",), N_CORES, 74),
+        *("aiperf", ("aiperf",), N_CORES, 70),
         (_AIPERF, "--folder", str(FOLDER)),
         (_AIPERF, "--folder", f"{FOLDER}-quick", "--quick", "--contender", PROXY, "similarity"),
     ),
