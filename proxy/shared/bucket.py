@@ -206,13 +206,9 @@ def _whole_page(listing: Any) -> "asyncio.Future[Any]":
     If a listing is dropped when a page has just come, obstore panics, and no request succeeds from then on.
     """
     page = anext(listing)
-    page.add_done_callback(lambda page, _=listing: _take_note(page))
+    # If nobody waits any more, nobody else asks for its error.
+    page.add_done_callback(lambda page, _=listing: page.cancelled() or page.exception())
     return asyncio.shield(page)
-
-
-def _take_note(work: "asyncio.Future[Any]") -> None:
-    if not work.cancelled():
-        work.exception()  # if nobody waits any more, nobody else asks for it
 
 
 async def _drawn(data: Iterator[bytes], bytes_per_second: float) -> AsyncIterator[bytes]:

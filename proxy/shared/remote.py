@@ -19,7 +19,7 @@ import msgspec
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import Candidate, Checkpoint, KnownNamespace, keyed_tenant
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, KnownNamespace, keyed_tenant
 from proxy.core.rates import Transfer
 from proxy.core.sharing import UNMEASURED, after_transfer
 from proxy.core.tokens import Namespace, TokenIds, hash_steps, hash_whole
@@ -38,6 +38,7 @@ from proxy.tasks import Tasks
 _FOLDER = "shared-index"
 _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
 _PLACE, _MOUNTED = "place", "mounted"
+_OUTDATED, _REFUSED = "outdated", "refused"
 _MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
@@ -71,7 +72,10 @@ class Remote:
             self._move()
         self.index.put_value(_PLACE, self._place)
         self.bucket.was_mounted = self.index.value(_MOUNTED, str) == self._place
-        self.known, self.refused = set(self.index.ids()), set[str]()
+        self.known = set(self.index.ids())
+        self.refused = set(self.index.value(_REFUSED, list[str]) or ())
+        self.outdated = self.index.value(_OUTDATED, list[Checkpoint]) or []
+        """Own states that are needless or not wanted there, until they are deleted."""
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED
@@ -95,7 +99,8 @@ class Remote:
         await self.tasks.drain(0)
         self._thread.shutdown(wait=True)
         with suppress(CacheFault):
-            self.index.put_value(_LINK, self.link)
+            values = {_LINK: self.link, _OUTDATED: self.outdated, _REFUSED: [*self.refused]}
+            self.index.put(newer=Newer(values=values))
         self.index.close()
 
     # Names.
@@ -195,12 +200,11 @@ class Remote:
         await self.write(partial(self.index.put, *entries, newer=Newer(values=mounted)))
         self.known.update(checkpoint.id for checkpoint, *_ in entries)
 
-    async def forget(self, checkpoint: Checkpoint, *, is_gone: bool = True) -> None:
-        """Do not find a state again; one that is not *gone* stays known, so that it is not read again."""
-        hashes = objects.hashes_of(self.index.tokens(checkpoint.id))
-        await self.write(partial(self.index.delete, checkpoint.id, hashes))
-        if is_gone:
-            self.known.discard(checkpoint.id)
+    async def forget(self, checkpoint_id: CheckpointId) -> None:
+        """Do not find a state again, unless it is listed again."""
+        hashes = objects.hashes_of(self.index.tokens(checkpoint_id))
+        await self.write(partial(self.index.delete, checkpoint_id, hashes))
+        self.known.discard(checkpoint_id)
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a state there, its record first; raises SharedStoreFault.
@@ -210,9 +214,7 @@ class Remote:
         if self.folder(checkpoint.namespace):
             with self.trying("delete"):
                 await self.bucket.delete(*(self.name(checkpoint, k) for k in (META, STATE, USED)))
-        record = self.index.record(objects.index_id(checkpoint.shared_id))
-        if record is not None:
-            await self.forget(record)
+        await self.forget(objects.index_id(checkpoint.shared_id))
 
     async def write(self, work: Callable[[], object]) -> None:
         """Write to the index, one after the other."""

@@ -49,19 +49,18 @@ class Tier:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
         self._looks: dict[tuple[str, bool], tuple[float, Listing]] = {}
-        self._denied = set[CheckpointId]()
+        self._denied, self._lone = set[CheckpointId](), set[CheckpointId]()
+        """Records that may not be read, and those without a state: the next full look reads them again."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """List and upload until the block is left."""
-        store = self.remote.store
-        store.on_commit = self.uploads.note_committed
+        self.remote.store.on_commit = self.uploads.note_committed
         for work in (self._keep_looking(), self.uploads.keep_up()):
             self.remote.tasks.start(work)
         try:
             yield
         finally:
-            store.on_commit = lambda _: None
             await self.remote.close()
 
     async def _keep_looking(self) -> None:
@@ -112,8 +111,9 @@ class Tier:
         began = time.monotonic()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
-            if is_full:  # what this user was not allowed to read is tried again
-                self.remote.known -= self._denied
+            if is_full:
+                self.remote.known -= self._denied | self._lone
+                self._lone.clear()
             known = set(self.remote.known) if is_full else set[CheckpointId]()
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = None if is_full else f"{under}/{since}"
@@ -186,10 +186,12 @@ class Tier:
         remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
+        self._lone |= recorded - whole
         for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
-                await remote.forget(record, is_gone=checkpoint_id not in recorded)
+                await remote.forget(checkpoint_id)
+                remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
         orphans = [
             objects.name_of(folder, shared_id, kind)

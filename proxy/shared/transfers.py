@@ -93,11 +93,12 @@ class Downloads:
             result, self._n_damaged = ("done", 0) if fetched else ("late", self._n_damaged)
         except Gone:
             result = "gone"
-            await self._remote.forget(checkpoint)
+            await self._remote.forget(checkpoint.id)
         except (StateFileMalformed, StateDamaged) as error:
             result, why, self._n_damaged = "damaged", str(error), self._n_damaged + 1
             self._damaged_until = time.monotonic() + backoff_seconds(self._n_damaged)
-            await self._remote.forget(checkpoint, is_gone=False)
+            await self._remote.forget(checkpoint.id)
+            self._remote.known.add(checkpoint.id)  # it is not read again
         except (CacheFault, OSError) as fault:
             why = in_words(fault)
         except Exception as error:
@@ -202,7 +203,6 @@ class Uploads:
         self._remote, self._store, self._limits = remote, remote.store, limits
         self._uploaded = remote.index.value(_UPLOADED, Written) or Written()
         self._pending = {c.id for c in self._store if not c.shared_id}
-        self._outdated: list[Checkpoint] = []
         self._uploading: CheckpointId | None = None
         """The checkpoint that is being uploaded; None once its upload is needless."""
         self._wake, self._is_busy, self._listed = asyncio.Event(), False, set[str]()
@@ -236,7 +236,7 @@ class Uploads:
         if checkpoint.id == self._uploading:
             self._uploading = None
         if f"-{self._remote.writer}-" in checkpoint.shared_id:
-            self._outdated.append(checkpoint)
+            self._remote.outdated.append(checkpoint)
             self._wake.set()
 
     async def drain(self, seconds: float) -> None:
@@ -261,9 +261,9 @@ class Uploads:
                     self._uploading = checkpoint.id
                     with self._remote.trying("upload"):
                         await self._upload(checkpoint)
-                while self._outdated:
-                    await self._remote.delete(self._outdated[0])  # meanwhile others are appended
-                    self._outdated.pop(0)
+                while outdated := self._remote.outdated:
+                    await self._remote.delete(outdated[0])  # meanwhile others are appended
+                    outdated.pop(0)
             except CacheFault as fault:
                 self._remote.log.info("an upload waits", why=str(fault))
                 await asyncio.sleep(self._remote.pause_seconds("upload", "delete") or 1.0)
@@ -342,4 +342,4 @@ class Uploads:
         # Behind a removal under way, which then has told its reason.
         await self._store.update(self._store.change(checkpoint.id, shared_id=shared_id))
         if self._uploading != checkpoint.id:
-            self._outdated.append(entry[0])
+            remote.outdated.append(entry[0])

@@ -1244,3 +1244,49 @@ def test_line_ends_of_a_key_file_are_no_part_of_the_key(tmp_path: Path) -> None:
     text, random = b"a" * 43 + b"=", b"\xff" * 40
     assert key(text) == key(text + b"\n") == key(text + b"\r\n") != key(text + b"b\n")
     assert key(random) != key(random + b"\n")
+
+
+async def test_state_that_is_deleted_while_the_shared_store_is_away_goes_after_a_restart(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its text would stay there for good, and come back with its next request."""
+
+    async def fail(*_: object) -> None:
+        raise SharedStoreFault("it does not answer")
+
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
+    assert objects_in(tmp_path / "shared")
+    async with start("a"):
+        await until(lambda: not objects_in(tmp_path / "shared"))
+
+
+async def test_state_that_ended_llama_server_is_not_offered_after_a_restart_either(
+    start: Start,
+) -> None:
+    tokens = run_of(3000)
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        await b.find(tokens)
+        fetched = await b.fetch(tokens)
+        assert fetched is not None
+        await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
+        await b.store.remove(fetched, Removal.BUDGET)
+    async with start("b") as b:
+        assert await b.find(tokens, is_full=True) == []
+
+
+async def test_state_that_comes_after_its_record_is_found(start: Start, tmp_path: Path) -> None:
+    """As where another program copies one folder into the other."""
+    async with start("a") as a, start("b") as b:
+        saved = await a.save(run_of(3000))
+        assert await b.find(run_of(3000))
+        state = tmp_path / "shared" / a.tier.remote.name(saved, "state")
+        away = state.rename(tmp_path / "away")
+        assert not await b.find(run_of(3000), is_full=True)
+        assert not await b.find(run_of(3000)), "each request would ask for it"
+        away.rename(state)
+        assert await b.find(run_of(3000), is_full=True)
