@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 FORMAT_VERSION = 2
 MAP_SIZE_BYTES = 16 << 30
-"""Address space, not disk: the file grows as it fills."""
+"""By so much a file may grow until it is opened again. It is address space, not disk."""
 
 Entry = tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]
 """A checkpoint, its tokens, and the hashes of their prefixes."""
@@ -86,7 +86,6 @@ _DATABASES: dict[bytes, dict[str, Any]] = {
     b"summaries": {},
     b"order": {},
 }
-_LIMITS: dict[str, Any] = {"max_dbs": len(_DATABASES), "map_size": MAP_SIZE_BYTES}
 
 
 class Index:
@@ -110,14 +109,13 @@ class Index:
             if scratch is not None:
                 self._env = _open_file(str(sound), readonly=True)
             else:
-                is_old = sound == self._file and self._file.exists()
                 if self._is_copied:
                     sound.replace(self._file)
                 # LMDB maps its lock file: on a full disk a hole in the file would end the process.
                 (path / "lock.mdb").touch(mode=0o600)
                 (path / "lock.mdb").write_bytes(bytes(8192))
-                self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
-                for folder in () if is_old else (path, path.parent):
+                self._env = lmdb.open(str(path), mode=0o600, **_limits(self._file))
+                for folder in (path, path.parent):
                     sync_names(folder)  # LMDB syncs the file, but not its name
             open_database = partial(self._env.open_db, create=scratch is None)
             self._values = open_database(b"values")
@@ -459,7 +457,7 @@ def copy_entries(source: str, target: str) -> None:
     If the entries cannot be read, print the reason and exit with _EXIT_DAMAGED.
     """
     # Open the target first: if that fails, the source is not to blame.
-    with _open_file(target, mode=0o600, sync=False) as new:
+    with _open_file(target, holds=source, mode=0o600, sync=False) as new:
         for name, kind in _DATABASES.items():
             database, entries = new.open_db(name, **kind), _entries(source, name)
             while batch := list(islice(entries, _ENTRIES_AT_ONCE)):
@@ -483,5 +481,10 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
         sys.exit(_EXIT_DAMAGED)
 
 
-def _open_file(file: str, **options: Any) -> lmdb.Environment:
-    return lmdb.open(file, subdir=False, lock=False, **_LIMITS, **options)
+def _open_file(file: str, *, holds: str = "", **options: Any) -> lmdb.Environment:
+    return lmdb.open(file, subdir=False, lock=False, **_limits(Path(holds or file)), **options)
+
+
+def _limits(file: Path) -> dict[str, Any]:
+    n_bytes = file.stat().st_size if file.exists() else 0
+    return {"max_dbs": len(_DATABASES), "map_size": MAP_SIZE_BYTES + n_bytes}

@@ -27,11 +27,13 @@ from proxy.core.tokens import Namespace, TokenIds, hash_prefixes, token_ids
 from proxy.doctor.examination import read_index
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store import directory as store_directory
+from proxy.store import index as store_index
 from proxy.store.files import seal, seal_of
 from proxy.store.index import Index, sound_file
 from proxy.store.known_models import Owner, introduce, namespaces_name, owners, tenants_name
 from proxy.store.offline import ProblemKind, examine, open_offline
 from proxy.store.store import CheckpointStore
+from tests.lab.power_cuts import copy_forked
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
 from tests.store.damage import (
     flipped,
@@ -509,3 +511,19 @@ def test_model_gets_no_namespace_that_another_model_had_in_a_lost_index(tmp_path
     with opened(tmp_path) as store:
         again = [introduce(store.index, owner) for owner in reversed(owners_of)]
     assert again == namespaces[::-1] and len({*namespaces}) == 2
+
+
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["closed", "killed"])
+def test_index_that_is_full_has_room_again_at_the_next_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+) -> None:
+    monkeypatch.setattr(store_index, "MAP_SIZE_BYTES", 1 << 20)
+    monkeypatch.setattr(store_index, "_copy_apart", copy_forked)
+    n_values = 0
+    for _ in range(3):
+        index, n_before = Index(tmp_path / "index"), n_values
+        with pytest.raises(StoreFault, match="MAP_FULL"):
+            for n_values in range(n_before, n_before + 1000):
+                index.put_value(str(n_values), bytes(2000))
+        (index.close if is_sealed else index._env.close)()
+        assert n_values > n_before + 100
