@@ -149,7 +149,7 @@ class StoreDirectory:
     """The index and the state files of one directory, locked against other processes."""
 
     def __init__(self, path: Path, *, mends_index: bool = True, reads_all: bool = False) -> None:
-        """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
+        """Lock and open the store in the directory *path*; `rebuild` says why its index was made anew.
 
         A damaged index is made anew from the states, at about a millisecond each; without *mends_index*
         IndexDamaged is raised instead, and nothing is removed. Raises StoreLocked if another process has
@@ -163,7 +163,7 @@ class StoreDirectory:
         if is_readonly and not any(path.glob("lpc-*.state")):
             raise StoreFault(f"{path}: this user may not write it, and it has no state to read")
         self.files = StateFiles(path, is_readonly=is_readonly)
-        self.rebuild: Rebuild | None = None
+        self.rebuild = Rebuild("")
         with ExitStack() as opened:
             opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
@@ -233,7 +233,6 @@ class StoreDirectory:
             if stamp[1] != checkpoint.size_bytes:
                 raise StoreFault(f"{name} was changed since it was saved")
             self.write_sidecars([checkpoint])
-            sync_names(self.files.directory)
             self.index.put(entry, newer=newer)
         except (StoreFault, OSError):
             self.files.remove(name)
@@ -286,12 +285,13 @@ class StoreDirectory:
     # The records beside the states.
 
     def write_sidecars(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Write records beside states; they are durable once the directory is synced. Raises OSError."""
+        """Write records beside states, and make all names in the directory durable; raises OSError."""
         known = dict(owners(self.index))
         for checkpoint in checkpoints:
             name = self.files.sidecar_name(checkpoint.file_name)
             sidecar = Sidecar(checkpoint, known.get(checkpoint.namespace))
             self.files.write_whole(name, encode_sidecar(sidecar))
+        sync_names(self.files.directory)
 
     # Comparing index and files, and making the index anew.
 
@@ -310,8 +310,7 @@ class StoreDirectory:
         for record in self._records((entered & states) - beside):
             with suppress(OSError):  # a full disk: the next opening tries again
                 self.write_sidecars([record])
-        lost = self.rebuild.lost if self.rebuild else ()
-        orphans = (states | beside) - entered - set(map(id_of, lost))
+        orphans = (states | beside) - entered - set(map(id_of, self.rebuild.lost))
         for name in [n for n in names if id_of(n) in orphans]:
             self.files.remove(name)
             n_files += 1

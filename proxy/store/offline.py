@@ -115,7 +115,7 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
     for checkpoint in checkpoints:
         if any(checkpoint.may_stem_from(damaged) for damaged in changed):
             kinds.setdefault(checkpoint, ProblemKind.MADE_OF_CHANGED)
-    problems = _mended_by_opening(store.rebuild) if store.rebuild else []
+    problems = _mended_by_opening(store.rebuild) if store.rebuild.reason else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
     named = {c.file_name for c in checkpoints} | {problem.name for problem in problems}
     unnamed = {*store.half, *store.files.names()} - named - {*map(store.files.sidecar_name, named)}
@@ -166,7 +166,7 @@ def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
                 store.write_sidecars([by_name[problem.name]])
     if {ProblemKind.TOKENS_DIFFER, ProblemKind.NOT_FOUND} & {p.kind for p in problems}:
         store.make_index_anew("entries differ from the states")
-        store.rebuild = None  # `examine` reports only the damage found at opening
+        store.rebuild = Rebuild("")  # `examine` reports only the damage found at opening
 
 
 # Checkpoints in one file, exported from one store and imported into another: a tar of records and states

@@ -88,7 +88,7 @@ class CheckpointStore(Catalogue):
             "n_over_budget": len(victims),
         }
         rebuild = self._directory.rebuild
-        if rebuild and (rebuild.n_entered or rebuild.lost):
+        if rebuild.n_entered or rebuild.lost:
             report["index_made_anew"] = rebuild.words
         return report
 
