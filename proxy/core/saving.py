@@ -352,8 +352,9 @@ class Written:
     def _last_day(self, now: float) -> dict[int, Hour]:
         this, recent = int(now // 3600), dict[int, Hour]()
         for number, hour in self.hours.items():
-            if number >= this - WINDOW_HOURS:
-                # An hour in the future was written before the clock was set back.
+            # An hour in the future was written before the clock was set back. One that is far ahead counts
+            # no more: while all is refused, nothing would bring it back to this hour.
+            if abs(number - this) <= WINDOW_HOURS:
                 at = min(number, this)
                 recent[at] = recent.get(at, Hour()) + hour
         return recent

@@ -91,11 +91,13 @@ def test_what_was_written_a_day_ago_counts_no_more() -> None:
     assert len(later.hours) == 1, "nor is it kept"
 
 
-def test_clock_that_was_set_back_does_not_hold_up_saves_for_longer_than_a_day() -> None:
-    written = after(worth(700, 0.01), now=NOW + 1000 * DAY)
+def test_clock_that_was_set_back_does_not_hold_up_saves_for_longer_than_two_days() -> None:
+    written = after(worth(700, 0.01), now=NOW + DAY)
     assert written.last_day_bytes(NOW) == 700
     settled = written.after(10, claim(10), NOW)
     assert settled.last_day_bytes(NOW + DAY + HOUR) == 0
+    assert written.last_day_bytes(NOW + 2 * DAY + HOUR) == 0, "all was refused meanwhile"
+    assert after(worth(700, 0.01), now=NOW + 1000 * DAY).last_day_bytes(NOW) == 0
 
 
 def test_written_survives_being_written_down() -> None:
