@@ -52,8 +52,8 @@ _OF_NO_SESSION = {CheckpointKind.HEADER, CheckpointKind.BRANCH}
 # The families of states, which lists show to people. No plan reads a family, so a wrong one costs nothing.
 
 
-def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Candidate]) -> Family:
-    """Return the family of a new checkpoint of *tokens*; its *relatives* share a prefix with it.
+def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Collection[Candidate]) -> Family:
+    """Return the family of a new checkpoint of *tokens*; its *relatives* share a prefix and namespace.
 
     Two states are of one session if they share the end of a user message, or if one state begins with all
     of the other. States that share only the header, or the text that clients put before each first message,
@@ -65,12 +65,11 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
         return xxhash.xxh3_64_intdigest(namespace + some.tobytes()) >> 1 or 1
 
     namespace, n_header = checkpoint.namespace, checkpoint.header
-    known = [r for r in relatives if r.checkpoint.namespace == namespace]
     header_id = id_of(tokens[:n_header]) if 0 < n_header <= len(tokens) else 0
-    for relative in known:  # a relative that shares its whole header knows the header's id
+    for relative in relatives:  # a relative that shares its whole header knows the header's id
         if 0 < relative.checkpoint.header <= relative.n_common:
             header_id = header_id or relative.checkpoint.family.header_id
-    for relative in known:
+    for relative in relatives:
         older = relative.checkpoint.family
         is_alike = older.session_id and older.header_id == header_id
         if is_alike and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):

@@ -150,9 +150,7 @@ class Catalogue:
     def __init__(self, index: Index) -> None:
         self.index = index
         self.version = 0
-        self.size_bytes, self.pinned_bytes = 0, 0
-        """The bytes of all files, and of pinned files, which count in the budget too."""
-        self._n = 0
+        self._n = self.size_bytes = 0
         self._changed: dict[CheckpointId, Checkpoint] = {}
         """Records that are newer than the index."""
         self._asked: dict[CheckpointId, dict[int, float]] = {}
@@ -169,8 +167,6 @@ class Catalogue:
         for checkpoint_id, summary in index.summaries():
             self._n += 1
             self.size_bytes += summary.size_bytes
-            if summary.score == inf:
-                self.pinned_bytes += summary.size_bytes
             if not summary.score:
                 self._quarantined.add(checkpoint_id)
             if now < summary.score < inf:  # the clock was ahead; it would not be evicted for long
@@ -201,6 +197,11 @@ class Catalogue:
     def going_bytes(self) -> int:
         """Bytes of files that are being deleted and may still be there."""
         return sum(checkpoint.size_bytes for checkpoint in self._going.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes of pinned files, which count in the budget too."""
+        return sum(s.size_bytes for _, s in self.index.summaries() if s.score == inf)
 
     @property
     def quarantined(self) -> Iterator[Checkpoint]:
@@ -257,7 +258,6 @@ class Catalogue:
         self.version += 1
         self._n += 1
         self.size_bytes += checkpoint.size_bytes
-        self.pinned_bytes += checkpoint.size_bytes * checkpoint.is_pinned
         if checkpoint.quarantine:
             self._quarantined.add(checkpoint.id)
 
@@ -268,7 +268,6 @@ class Catalogue:
             return None
         self.version += 1
         record = self._changed[checkpoint_id] = replace(old, **changes)
-        self.pinned_bytes += record.size_bytes * (record.is_pinned - old.is_pinned)
         if record.quarantine:
             self._quarantined.add(checkpoint_id)
         return record
@@ -281,7 +280,6 @@ class Catalogue:
         self.version += 1
         self._n -= 1
         self.size_bytes -= checkpoint.size_bytes
-        self.pinned_bytes -= checkpoint.size_bytes * checkpoint.is_pinned
         self._going[checkpoint_id] = checkpoint
         self._warm.pop(checkpoint_id, None)
         return checkpoint
