@@ -131,7 +131,7 @@ class Exchange:
             edited = (edit or bytes)(body) if answer.content.at_eof() else None
         self._has_begun = True
         if waiting is None:
-            self.writer.response = await self._begin(edited)
+            await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
         keeps_text = request is not None and request.keeps_text
@@ -244,8 +244,8 @@ class Exchange:
             self._has_run_out_of_cells = True
             raise OutOfCells("llama-server: Context size has been exceeded")
 
-    async def _begin(self, edited: bytes | None) -> web.StreamResponse:
-        incoming, answer, headers = self.incoming, self._answer, end_to_end(self._answer.headers)
+    async def _begin(self, edited: bytes | None) -> None:
+        answer, headers = self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
         if edited is not None:
@@ -254,12 +254,7 @@ class Exchange:
             headers.popall("Content-Length", None)  # edits and an error at the end make it another
         body = edited if edited is not None and len(edited) <= PIECE_BYTES else None
         kind = web.StreamResponse if body is None else partial(web.Response, body=body)
-        response = kind(status=answer.status, reason=answer.reason, headers=headers)
-        if "Content-Length" not in headers and answer.status not in (204, 304):
-            if incoming.version >= aiohttp.HttpVersion11 and incoming.method != "HEAD":
-                response.enable_chunked_encoding()
-        await response.prepare(incoming)
-        return response
+        await self.writer.begin(kind(status=answer.status, reason=answer.reason, headers=headers))
 
     async def _break_off(self, error: Exception, *, is_over: bool) -> None:
         """Tell the client that llama-server went away in the middle of its answer.

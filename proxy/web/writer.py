@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -102,6 +102,13 @@ class ClientWriter:
         self.response: web.StreamResponse | None = None
         self.on_room: Callable[[], None] = do_nothing
 
+    async def begin(self, response: web.StreamResponse) -> None:
+        """Send the head of the answer."""
+        if self._client.version < HttpVersion11 and "Content-Length" not in response.headers:
+            response.force_close()  # only that ends it, and aiohttp leaves the connection open
+        await response.prepare(self._client)
+        self.response = response
+
     def keep(self) -> None:
         """Send comments until the answer begins: clients give up after minutes without a byte.
 
@@ -128,9 +135,8 @@ class ClientWriter:
                     # For JSON the browser of a page has asked llama-server first (--cors-origins).
                     is_json = self._client.content_type == "application/json"
                     headers = OF_EVENTS | (for_any_page(self._client) if is_json else {})
-                    response = web.StreamResponse(headers=headers)
-                    await response.prepare(self._client)
-                    self.response = response
+                    await self.begin(web.StreamResponse(headers=headers))
+                assert self.response is not None
                 await self.response.write(COMMENT)
 
     def write(self, data: bytes) -> None:

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from proxy.web.writer import COMMENT
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.lab.raw_bytes import RawConnection, post
 from tests.lab.waiting import HANG_SECONDS, until
 
 KEEP_SECONDS = 0.05
@@ -84,6 +85,29 @@ async def test_client_gets_comments_until_its_stream_begins(
         assert LAST[path] in stream.rstrip().rsplit(b"\n", 1)[-1]
         await rig.settled()
         assert rig.sample("drift_total") == rig.n_faults() == 0
+
+
+@pytest.mark.parametrize("n_comments", [0, 2])
+async def test_stream_for_an_old_client_ends_with_its_connection(
+    start_rig: StartRig, n_comments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP/1.0 has no chunks: nothing else tells such a client that its stream has ended."""
+    monkeypatch.setattr("proxy.app.IDLE_SECONDS", 2 * HANG_SECONDS)
+    body = json.dumps({**BODIES[CHAT], "stream": True}).encode()
+    raw = post(CHAT.encode(), body, b"Connection: keep-alive\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with start_rig(n_slots=1) as rig:
+        await rig.settled()
+        held = rig.server.hold("generate")
+        connection = await RawConnection.open(rig.base_url)
+        connection.send(raw)
+        if not n_comments:
+            held.open()
+        stream = await connection.until(COMMENT * n_comments)
+        held.open()
+        stream += await connection.rest()
+        assert b"Connection: keep-alive" not in stream
+        assert stream.endswith(b"data: [DONE]\n\n")
+        await connection.close()
 
 
 @pytest.mark.parametrize("n_before", [0, 2])

@@ -54,6 +54,16 @@ class RawConnection:
                         return int(line.split()[1])
         return 0
 
+    async def until(self, end: bytes) -> bytes:
+        """Return what comes until *end* has come."""
+        async with asyncio.timeout(HANG_SECONDS):
+            return await self._reader.readuntil(end) if end else b""
+
+    async def rest(self) -> bytes:
+        """Return what comes until the server closes the connection."""
+        async with asyncio.timeout(HANG_SECONDS):
+            return await self._reader.read()
+
     async def close(self) -> None:
         self._writer.close()
         with suppress(ConnectionError):
