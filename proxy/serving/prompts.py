@@ -114,7 +114,8 @@ class PromptReader:
         """
         if route is Route.COMPLETION:
             prompt = body.fields["prompt"]
-            if isinstance(prompt, list) and all(type(part) is int for part in prompt):
+            # Of a larger number llama-server reads 32 bits.
+            if isinstance(prompt, list) and all(type(n) is int and n >> 31 == 0 for n in prompt):
                 tokens = TokenIds("i", prompt)
             else:
                 tokens = await self._upstream.tokenize(prompt, headers, add_special=True)

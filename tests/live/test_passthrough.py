@@ -105,6 +105,7 @@ async def test_stream_is_relayed_while_llama_server_goes_on(rig: Rig) -> None:
         ("/completion", {"prompt": "def main():"}),
         ("/completion", {"prompt": [300, 301, 302, 303]}),
         ("/completion", {"prompt": [300, "and text", 301]}),
+        ("/completion", {"prompt": [(1 << 32) + 300, 301]}),  # llama-server reads 32 bits of each
         ("/completion", {"prompt": "def main():", "response_fields": ["content", "timings"]}),
         ("/completion", {"prompt": "def main():", "response_fields": ["tokens_predicted"]}),
         ("/infill", {"input_prefix": "def f(", "input_suffix": "return"}),
@@ -123,6 +124,7 @@ async def test_generation_through_proxy_has_the_direct_answer(
         proxied = reply.status, reply.headers["Content-Type"], text_of(await reply.text())
     assert proxied == direct
     await rig.settled()
+    assert rig.n_faults() == 0
 
 
 def text_of(answer: str) -> list[str]:
