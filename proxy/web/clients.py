@@ -53,8 +53,9 @@ class Front:
     async def handle(self, incoming: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
         may_load = incoming.query.get("autoload") not in ("false", "0")
-        # A host of models reads only the body of a POST, not its query.
-        named = incoming.query.get("model", "") if may_load and incoming.method == "GET" else ""
+        # A host of models reads only the body of a POST, not its query. HEAD loads a model as GET does.
+        is_named = may_load and incoming.method in ("GET", "HEAD")
+        named = incoming.query.get("model", "") if is_named else ""
         model, path = self.pool.split_path(incoming.path, named)
         exchange = Exchange(incoming, path, self.unread, self.shared.report)
         try:

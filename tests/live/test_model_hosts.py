@@ -567,17 +567,24 @@ async def test_model_that_is_loaded_beside_the_others_holds_up_no_request(tmp_pa
             assert any(slot.is_leased for slot in models.slots())
 
 
-async def test_model_that_a_form_names_makes_the_other_one_be_saved_first(tmp_path: Path) -> None:
-    """Sounds come as forms."""
-    first, second = agent_requests(1, 1, header=[system(450)])
+@pytest.mark.parametrize("method", ["POST", "HEAD"])
+async def test_model_that_a_form_or_a_query_names_makes_the_other_one_be_saved_first(
+    tmp_path: Path, method: str
+) -> None:
+    """Sounds come as forms; some monitors ask with HEAD."""
+    asked = agent_requests(1, 2, header=[system(450)])
     async with at_a_router(tmp_path) as models:
         await models.measure_all()
-        await models.ask("hybrid", first)
-        _, n_new = [await models.n_new("hybrid", each) for each in (first, second)]
-        form = aiohttp.FormData({"model": "full"})
-        form.add_field("file", b"RIFF", filename="sound.wav")
-        url = models.rig.base_url + "/v1/audio/transcriptions"
-        async with models.rig.client.post(url, data=form) as reply:
-            assert reply.status == 501 and models.loaded() == {"full"}
-        await models.ask("hybrid", second)
+        for each in asked[:2]:  # the first one is saved at once
+            await models.ask("hybrid", each)
+        *_, n_new = [await models.n_new("hybrid", each) for each in asked]
+        path, status, form = "/props?model=full", 200, None
+        if method == "POST":
+            path, status = "/v1/audio/transcriptions", 501
+            form = aiohttp.FormData({"model": "full"})
+            form.add_field("file", b"RIFF", filename="sound.wav")
+        url = models.rig.base_url + path
+        async with models.rig.client.request(method, url, data=form) as reply:
+            assert reply.status == status and models.loaded() == {"full"}
+        await models.ask("hybrid", asked[-1])
         assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS
