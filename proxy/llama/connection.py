@@ -208,11 +208,10 @@ async def send(
             max_line_size=_MAX_LINE_BYTES,
             max_field_size=_MAX_LINE_BYTES,
         )
-        target = (address.path + path).partition("#")[0]
         if method == "POST":
             headers["Content-Length"] = str(len(body))  # in place of the client's own
         fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        begin = f"{method} {target} HTTP/1.1\r\nHost: {address.name}\r\n{fields}\r\n"
+        begin = f"{method} {address.path}{path} HTTP/1.1\r\nHost: {address.name}\r\n{fields}\r\n"
         # As aiohttp does, leave out bytes that are no UTF-8.
         transport.writelines((begin.encode(errors="ignore"), body))
         if transport.is_closing():  # it was reset before, so nothing was written
