@@ -177,9 +177,9 @@ async def test_what_came_before_a_connection_ended_reaches_the_client(
     """The connection ends before the proxy reads the answer."""
     begin, end, has_ended = Exchange._begin, ReplyHandler.connection_lost, asyncio.Event()
 
-    async def begin_late(exchange: Exchange, *edited: Any) -> web.StreamResponse:
+    async def begin_late(exchange: Exchange, *edited: Any) -> None:
         await has_ended.wait()
-        return await begin(exchange, *edited)
+        await begin(exchange, *edited)
 
     def told(connection: ReplyHandler, error: BaseException | None) -> None:
         end(connection, error)
