@@ -313,7 +313,7 @@ class Ahead:
         # Not in the queue: while a request waits there, no idle slot is saved.
         while (lease := _lease_if_idle(process, slot_id)) is None:  # noqa: ASYNC110
             await asyncio.sleep(_IDLE_SECONDS)
-        with lease:
+        with lease, process.launches.turns.join():
             slot = process.slots[slot_id]
             if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
@@ -325,6 +325,7 @@ class Ahead:
             if process.is_short_of_cells(len(tokens), others):
                 return  # llama-server would empty other slots for it
             self._is_evaluating = True
+            await process.launches.clear_others()
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
                 await process.finish(lease, process.saves.write_back(slot.id))
                 # The save may have taken the place of the state to restore, or cut the slot back.
@@ -348,7 +349,7 @@ class Ahead:
 
 
 def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:
-    """Lease a slot if no slot is in use; raises UpstreamUnreachable if the process is gone."""
+    """Lease a slot if nothing runs or starts; raises UpstreamUnreachable if the process is gone."""
     process.require_alive()
-    is_idle = not any(slot.is_leased for slot in process.slots)
-    return process.queue.try_lease(slot_id) if is_idle else None
+    is_busy = process.launches.turns.is_taken or any(slot.is_leased for slot in process.slots)
+    return None if is_busy else process.queue.try_lease(slot_id)

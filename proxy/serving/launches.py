@@ -202,15 +202,16 @@ class Launches:
 
         Raises what `Request.send` does, and ServerAway if llama-server was replaced.
         """
-        upstream = self._process.upstream
+        upstream, before = self._process.upstream, None
+        if turn is not None:
+            if not self._process.rule.is_end_only:
+                # There a save begins with a cut, whose start would empty the slot that is prepared.
+                await self.clear_others()
+            before = await last_tasks(self._process)
         if self._process.queue.is_closed:
             raise replaced()
         if turn is None:
             return await request.send(upstream, raw, on_start)
-        if not self._process.rule.is_end_only:
-            # There a save begins with a cut, whose start would empty the slot that is prepared.
-            await self.clear_others()
-        before = await last_tasks(self._process)
 
         def started() -> None:
             turn.end()

@@ -8,6 +8,7 @@ import pytest
 from proxy import app
 from proxy.core.model import SlotId
 from proxy.core.slots import Known
+from proxy.servers import background
 from proxy.serving.saver import Saver
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
@@ -22,7 +23,7 @@ from tests.integration.rig import (
     next_question,
     question,
 )
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 from tests.store.test_store import hold_writer
 
 MEMORIES = [Memory.ANY_PREFIX, Memory.RESTORE_POINTS, Memory.END_ONLY]
@@ -263,3 +264,49 @@ async def test_slots_found_full_are_adopted_though_the_first_probe_empties_them(
         assert (await rig.chat("b")).status == 200
         assert (await rig.chat("a")).n_reused == 308
         assert nothing_is_wrong(rig)
+
+
+async def generate_beside(rig: Rig, name: str) -> "asyncio.Task[Reply]":
+    """Send a chat; return once it generates, and goes on until `chunk` is released."""
+    rig.server.hold("chunk")
+    asked = rig.begin_chat(name, stream=True)
+    await until(lambda: rig.server.n_chunks_sent)
+    return asked
+
+
+async def test_evaluating_ahead_loses_nothing_in_other_slots(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    async with start_rig(n_slots=2, faults=clearing(), **how) as rig:
+        streaming = await generate_beside(rig, "a")
+        messages = question("b")
+        reply = await rig.chat(messages)
+        n_before = len(rig.server.seen_at("evaluate"))
+        rig.server.release("chunk")
+        await streaming
+        await until(lambda: len(rig.server.seen_at("evaluate")) > n_before)
+        assert (await rig.chat(next_question(messages, reply))).n_reused == 312
+
+
+async def test_request_whose_process_is_replaced_while_another_slot_is_emptied_is_planned_anew(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        messages = question("a")
+        reply = await rig.chat(messages)
+        streaming = await generate_beside(rig, "b")
+        messages = next_question(messages, reply)
+        reply = await rig.chat(messages)
+        rig.server.release("chunk")
+        await streaming
+        await rig.running.pool.accounted()
+        before, gate = await rig.attached(), rig.server.hold("save", n_calls=1)
+        asked = asyncio.ensure_future(rig.chat(next_question(messages, reply)))
+        await gate.reached()
+        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        await until(lambda: rig.process not in (None, before))
+        gate.open()
+        assert (await asked).n_reused == 312
