@@ -153,10 +153,8 @@ class Pool(Addresses):
                 return False
             raise
         finally:
-            is_refused = request.answer is not None and request.answer.status in (401, 403)
-            # If llama-server was attached meanwhile, the request ran in an unknown slot.
-            if server.process and not is_refused:
-                server.process.slots.forget_free()
+            if request.answer is None or request.answer.status not in (401, 403):
+                server.note_unplaced()
         why = "llama-server is not attached"
         self._shared.report.not_looked_up(request, why, Outcome.DEGRADED)
         return True

@@ -195,6 +195,7 @@ class Server(Watched):
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
         self._retry_at = 0.0
+        self._n_unplaced = 0
         self._is_starting = launch is not None
         self._log = get_logger("lifecycle")
 
@@ -228,6 +229,12 @@ class Server(Watched):
         if self.host is not None:
             await self.host.look()
         return self.phase is Phase.UNLOADED
+
+    def note_unplaced(self) -> None:
+        """Note that a request was forwarded, and ran in any slot if llama-server is attached, or is now."""
+        self._n_unplaced += 1
+        if self.process:
+            self.process.slots.forget_free()
 
     def appear(self) -> None:
         """Note that the host has loaded the model."""
@@ -353,6 +360,7 @@ class Server(Watched):
     ) -> None:
         """Attach to a process; *last* is an earlier attach to it that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
+        n_unplaced = self._n_unplaced
         process = await attach(self.services, self._settings, props, process_id, self._launch, last)
         if epoch != self.epoch:
             process.queue.close()
@@ -364,6 +372,8 @@ class Server(Watched):
             if last:  # it is the same process: its slots are as they were
                 for slot in process.slots.free():
                     process.slots.set_content(slot.id, last.slots[slot.id].content)
+        if self._n_unplaced > n_unplaced:
+            process.slots.forget_free()
         before -= {DegradationKind.SLOTS_NOT_SHOWN}  # ends when they are shown
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}

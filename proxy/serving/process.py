@@ -329,7 +329,6 @@ class Process(ServerServices):
 
         *waited_seconds* were spent on verification, which reads the file from the disk.
         """
-        self.require_alive()
         checkpoint = restored.checkpoint
         if self.store.is_quarantined(checkpoint):  # since the plan was made
             raise errors.StoreFault(f"{checkpoint.file_name} is quarantined")
@@ -363,6 +362,7 @@ class Process(ServerServices):
     async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:
         checkpoint, n_restored = restored.checkpoint, None
         while n_restored is None:
+            self.require_alive()
             self.slots.set_content(slot_id, TAINTED)
             self.slots[slot_id].note_restore(checkpoint)
             began = time.monotonic()
@@ -391,6 +391,7 @@ class Process(ServerServices):
 
     async def stop(self, slot_id: SlotId, prompt: Prompt, n_tokens: int, keys: Headers) -> Timings:
         """Evaluate the first *n_tokens* of a prompt; raises UpstreamFault."""
+        self.require_alive()
         before = self.slots[slot_id].content
         tokens = prompt.tokens[:n_tokens]
         evaluating = Unknown(prompt.namespace, likely=tokens, origin=before.origin)

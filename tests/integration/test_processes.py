@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from proxy.app import run_proxy
+from proxy.core.slots import TAINTED
 from proxy.errors import UpstreamUnreachable
 from proxy.llama.client import Props
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
-from tests.fakes.faults import Faults
+from proxy.store.store import CheckpointStore
+from tests.fakes.faults import Faults, Gate
+from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.integration.rig import CHAT, COMPLETION, Rig, question, text
 from tests.lab.waiting import HANG_SECONDS, until
 
 
@@ -134,6 +137,50 @@ async def test_request_whose_process_is_replaced_during_a_save_is_planned_anew(
         assert rig.sample("cache_faults_total", stage="prepare") == 0
 
 
+async def test_request_whose_process_is_replaced_between_two_stops_evaluates_nothing_in_the_next(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY, idle_save_seconds=60.0) as rig:
+        before, gate = await rig.attached(), rig.server.hold("save", n_calls=1)
+        messages = [{"role": "system", "content": text("system")}, *question("a")]
+        asked = asyncio.ensure_future(rig.chat(messages))
+        await gate.reached()
+        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        await until(lambda: rig.process not in (None, before))
+        n_before = len(rig.server.seen_at("evaluate"))
+        gate.open()
+        assert (await asked).status == 200
+        stops = rig.server.seen_at("evaluate")[n_before:]
+        assert [len(seen.fields["prompt"]) for seen in stops] == [307, 611]
+
+
+async def test_state_is_not_restored_into_the_next_process(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        before = await rig.attached()
+        for name in "ab":
+            await rig.chat(name)
+        verify, gate = CheckpointStore.verify, Gate(n_calls=1)
+
+        async def verify_slowly(store: Any, checkpoint: Any, **how: Any) -> None:
+            await verify(store, checkpoint, **how)
+            if not how:  # just before the restore
+                await gate.arrive()
+
+        monkeypatch.setattr(CheckpointStore, "verify", verify_slowly)
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        rig.server.replace_process()
+        await until(lambda: rig.process not in (None, before))
+        reading = rig.server.hold("apply-template")
+        gate.open()
+        await reading.reached()  # it begins anew
+        assert not rig.server.slots[0].tokens
+        rig.server.release("apply-template")
+        assert (await asked).n_reused == 308
+
+
 async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) -> None:
     async with start_rig(upstream_wait_seconds=0) as rig:
         await rig.chat("a")
@@ -201,6 +248,24 @@ async def test_requests_wait_for_an_attachment_but_not_forever(
         rig.server.release("lora-adapters")
         await rig.attached()
         assert (await rig.chat("a")).n_prompt == reply.n_prompt
+
+
+async def test_slots_where_requests_ran_during_the_attachment_are_not_taken_for_empty(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "ATTACH_WAIT_SECONDS", 0.1)
+    async with start_rig(n_slots=3) as rig:
+        attaching = rig.server.hold("generate", n_calls=1)  # in the first slot
+        rig.server.replace_process()
+        await attaching.reached()
+        rig.server.hold("chunk")
+        asked = [rig.begin_chat(name, stream=True) for name in "ab"]
+        await until(lambda: rig.server.n_chunks_sent == 2)
+        rig.server.release("chunk")
+        await asyncio.gather(*asked)
+        rig.server.release("generate")
+        process = await rig.attached()
+        assert rig.server.slots[2].tokens and process.slots[2].content is TAINTED
 
 
 @pytest.mark.parametrize("fault", ["refuse", "drop"])
