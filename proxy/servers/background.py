@@ -109,8 +109,9 @@ async def save_idle_slots(current: Current, idle_seconds: float) -> None:
             retried_at = time.monotonic()
             process.saves.take_up_postponed()
         await asyncio.sleep(min(_LOOK_SECONDS, idle_seconds / 2 or _LOOK_SECONDS))
-        if process := current():
-            _begin_saves(process, idle_seconds)
+        # Without a turn, a request is starting on a server that clears idle slots: it saves them itself.
+        if (process := current()) and (turn := process.launches.try_turn()):
+            _begin_saves(process, idle_seconds).add_done_callback(turn.end)
 
 
 async def drain(processes: Iterable[Process], seconds: float) -> None:
@@ -135,9 +136,10 @@ async def _drain(process: Process, seconds: float) -> None:
     free = process.slots.free() if process.can_cache else ()
     ids = [s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted]
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*map(process.empty, ids)), seconds)
-    process.saves.take_up_postponed()
-    _begin_saves(process, None)
+        async with asyncio.timeout(seconds), process.launches.turn():
+            await asyncio.gather(*map(process.empty, ids))
+            process.saves.take_up_postponed()
+            await asyncio.shield(_begin_saves(process, None))
     if saves := process.saves.under_way.copy():
         await asyncio.wait(saves, timeout=seconds)
         n_saved = sum(task.done() and task.result() is not None for task in saves)
@@ -155,18 +157,17 @@ async def _settle(process: Process, seconds: float) -> None:
     await _drain(process, seconds)
 
 
-def _begin_saves(process: Process, idle_seconds: float | None) -> None:
-    """Begin to save the slots that are idle for *idle_seconds* and worth it; if None, all dirty slots."""
-    due = [s for s in process.slots if is_due(process, s, idle_seconds)]
-    # Without a turn, a request is starting on a server that clears idle slots: it saves them itself.
-    if not due or (turn := process.launches.try_turn()) is None:
-        return
+def _begin_saves(process: Process, idle_seconds: float | None) -> "asyncio.Future[list[None]]":
+    """Begin to save the slots that are idle for *idle_seconds* and worth it; if None, all dirty slots.
+
+    The caller has the turn. The future is done when llama-server has written all files.
+    """
     writing = []
-    for slot in due:
-        if lease := process.queue.try_lease(slot.id):
+    for slot in process.slots:
+        if is_due(process, slot, idle_seconds) and (lease := process.queue.try_lease(slot.id)):
             writing.append(process.saves.begin(slot.id))
             lease.hand_over(writing[-1])
-    asyncio.gather(*writing).add_done_callback(turn.end)
+    return asyncio.gather(*writing)
 
 
 def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:

@@ -291,6 +291,19 @@ async def test_evaluating_ahead_loses_nothing_in_other_slots(
         assert (await rig.chat(next_question(messages, reply))).n_reused == 312
 
 
+async def test_slots_are_saved_for_the_end_once_another_request_or_save_has_begun(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        with process.launches.turns.join():
+            saving = asyncio.ensure_future(rig.running.pool.drain(HANG_SECONDS))
+            await until(lambda: saving.done() or process.launches.turns.n_waiting)
+        await saving
+        assert rig.checkpoints == [("conversation", 312)]
+
+
 async def test_request_whose_process_is_replaced_while_another_slot_is_emptied_is_planned_anew(
     start_rig: StartRig,
 ) -> None:
