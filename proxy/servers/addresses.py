@@ -32,7 +32,7 @@ from proxy.serving.queue import SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.services import ServerServices, Services
 from proxy.settings import Settings
-from proxy.tasks import Tasks
+from proxy.tasks import Tasks, wait_for
 
 # The models of one host: which are loaded, how many requests use each, and when one is unloaded.
 #
@@ -118,7 +118,7 @@ class HostedModels(Watched):
             await self.look()
             if self.phase is Phase.NOT_A_SERVER:
                 return
-            await self.pause(_LOOK_SECONDS)
+            await wait_for(self._poked, _LOOK_SECONDS)
 
     async def look(self) -> None:
         """Ask the host which models it has loaded.

@@ -310,12 +310,11 @@ class Ahead:
         tokens = await process.reader.read_next(chat, answer.said(), *named)
         cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
-        slot_id = account.plan.slot_id
+        slot = process.slots[account.plan.slot_id]
         # Not in the queue: while a request waits there, no idle slot is saved.
-        while (lease := _lease_if_idle(process, slot_id)) is None:  # noqa: ASYNC110
+        while (lease := _lease_if_idle(process, slot.id)) is None:  # noqa: ASYNC110
             await asyncio.sleep(_IDLE_SECONDS)
         with lease, process.launches.turns.join():
-            slot = process.slots[slot_id]
             if not tokens or shared_tokens(slot.content, prompt.tokens) < prompt.n_tokens:
                 return
             start = plan_in(process, next_prompt, slot.id).start

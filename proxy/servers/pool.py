@@ -88,6 +88,8 @@ class Pool(Addresses):
             await self.cache.read(process, request)
             if len(servers) > 1:
                 server, process = await self._choose(servers, server, process, request)
+                # Its waiting time counts from its first queue on.
+                request.queued_at = request.queued_at or time.monotonic()
         except WillBeRefused as why:
             await self._watched(server, request, self.cache.let_refuse(process, request, why))
             return True
@@ -95,8 +97,6 @@ class Pool(Addresses):
             server.poke()
             await server.is_lost()
             return False
-        if len(servers) > 1:  # its waiting time counts from its first queue on
-            request.queued_at = request.queued_at or time.monotonic()
         return await self._serve_by(server, process, request)
 
     async def _choose(

@@ -94,6 +94,7 @@ class Watched:
         self._unreachable_since: float | None = None
         self._changed = asyncio.Event()
         self._poked = asyncio.Event()
+        """Set if it was poked since the last look began: the next look is due at once."""
 
     async def look(self) -> None:
         """Ask for its state, and enter the phase that follows from the answer."""
@@ -145,10 +146,6 @@ class Watched:
     def poke(self) -> None:
         """Look at it now: something went wrong."""
         self._poked.set()
-
-    async def pause(self, seconds: float) -> None:
-        """Wait until the next look is due; at once if it was poked since the last look began."""
-        await wait_for(self._poked, seconds)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -262,7 +259,7 @@ class Server(Watched):
                 await self.look()
             if self.process:
                 look_again(self.process)
-            await self.pause(RETURN_WATCH_SECONDS if self.n_waiting else WATCH_SECONDS)
+            await wait_for(self._poked, RETURN_WATCH_SECONDS if self.n_waiting else WATCH_SECONDS)
 
     async def look(self, *, is_patient: bool = False) -> None:
         """Wait for a look at llama-server; a running look is shared.

@@ -277,8 +277,7 @@ class CachedRequest:
 
     async def _evaluate_to(self, n_tokens: int) -> None:
         prompt, keys = self._prompt_as_planned, self._request.keys
-        stopped = self._process.stop(self._plan.slot_id, prompt, n_tokens, keys)
-        self._account.add(await stopped)
+        self._account.add(await self._process.stop(self._plan.slot_id, prompt, n_tokens, keys))
 
     # The request is sent, and may fail.
 

@@ -102,8 +102,7 @@ class Launches:
 
     def try_turn(self) -> Turn | None:
         """Return a turn if it is free."""
-        turns = self.turns if self._process.clears_idle_slots else Turns()
-        return turns.try_take()
+        return (self.turns if self._process.clears_idle_slots else Turns()).try_take()
 
     @property
     def is_save_coming(self) -> bool:
@@ -202,12 +201,11 @@ class Launches:
 
         Raises what `Request.send` does, and ServerAway if llama-server was replaced.
         """
-        upstream, before = self._process.upstream, None
-        if turn is not None:
-            if not self._process.rule.is_end_only:
-                # There a save begins with a cut, whose start would empty the slot that is prepared.
-                await self.clear_others()
-            before = await last_tasks(self._process)
+        upstream = self._process.upstream
+        # Under end only a save begins with a cut, whose start would empty the slot that is prepared.
+        if turn and not self._process.rule.is_end_only:
+            await self.clear_others()
+        before = await last_tasks(self._process) if turn else None
         if self._process.queue.is_closed:
             raise replaced()
         if turn is None:

@@ -246,13 +246,12 @@ class Process(ServerServices):
 
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
-        is_far_apart = self.rule.is_end_only
         return slots.after_evaluation(
             before,
             prompt,
             n_generated=n_generated,
             n_believed=slots.n_believed_points(self.n_kept_points),
-            stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
+            stride_tokens=self.rule.stride_tokens if self.rule.is_end_only else 1,
         )
 
     # Slots as llama-server sees them.

@@ -291,7 +291,7 @@ async def test_evaluating_ahead_loses_nothing_in_other_slots(
         assert (await rig.chat(next_question(messages, reply))).n_reused == 312
 
 
-async def test_slots_are_saved_for_the_end_once_another_request_or_save_has_begun(
+async def test_all_slots_are_saved_once_another_request_or_save_has_begun(
     start_rig: StartRig,
 ) -> None:
     async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
