@@ -352,16 +352,13 @@ class LlamaServer:
         """Render a chat body; llama-server parses it as for /v1/chat/completions."""
         return await self.call("POST", "/apply-template", str, body, headers, key="prompt")
 
-    async def tokenize(
-        self, content: Any, headers: Headers, *, add_special: bool, parse_special: bool = True
-    ) -> TokenIds:
+    async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
         """Tokenize a string or a mixed list.
 
-        llama-server tokenizes prompts with add_special and parse_special, but /tokenize leaves out BOS by
-        default (server-context.cpp, handle_completions_impl against post_tokenize). Without *parse_special*
-        special tokens are read as ordinary text.
+        llama-server tokenizes prompts with add_special, but /tokenize leaves out BOS by default
+        (server-context.cpp, handle_completions_impl against post_tokenize).
         """
-        fields = {"content": content, "add_special": add_special, "parse_special": parse_special}
+        fields = {"content": content, "add_special": add_special}
         ids = await self.call("POST", "/tokenize", list[int], fields, headers, key="tokens")
         return token_ids(ids)
 

@@ -7,6 +7,7 @@ tenant: the time of an answer would tell that somebody has sent the same text.
 """
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -41,6 +42,9 @@ _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
 _OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
 
+_MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]")
+"""The text of a special token, `<|im_start|>` or `[INST]`: vocabularies split letters from signs, so that
+no other token looks like it. Some stay whole even where llama-server does not parse special tokens."""
 _SEARCHED_TOKENS = 24
 """How far back from the end of a text its last special token is looked for."""
 
@@ -175,7 +179,8 @@ class PromptReader:
 
         Not every template renders a header alone (Qwen3.5's refuses). So the header is the text that two
         renderings with different user texts share, up to the last special token: text after that token
-        may merge with whatever follows.
+        may merge with whatever follows. Where none is near, as in Llama 3.3, which writes the tools into
+        the user's message, only the last token is left out.
         """
         key = rendering.key_to(rendering.n_system)
         if key not in self._headers:
@@ -191,8 +196,10 @@ class PromptReader:
         bodies = (with_messages(body, [*system, message]) for message in _OTHER_MESSAGES)
         texts = await asyncio.gather(*(self._upstream.apply_template(b, headers) for b in bodies))
         shared = texts[0][: common_prefix_length(*texts)]
-        pieces = await _to_last_special(self._upstream, shared, headers)
-        return token_ids(piece.id for piece in pieces)
+        pieces = await self._upstream.pieces(shared, headers, is_whole=True)
+        searched = range(len(pieces), max(0, len(pieces) - _SEARCHED_TOKENS), -1)
+        ends = (n for n in searched if _is_special(pieces[n - 1]))
+        return token_ids(piece.id for piece in pieces[: next(ends, len(pieces) - 1)])
 
     async def _message_end(self, rendering: _Rendered, rule: Rule) -> int:
         """Return the end of the last complete message: where the generation prompt begins.
@@ -336,26 +343,15 @@ def _length_if_prefix(remembered: TokenIds | None, tokens: TokenIds) -> int:
     return len(remembered) if remembered and tokens[: len(remembered)] == remembered else 0
 
 
-async def _to_last_special(upstream: LlamaServer, text: str, headers: Headers) -> list[TokenPiece]:
-    """Return the tokens of a text up to its last special one; none if none of the last is special.
-
-    A token is special if its text gives other tokens when special tokens are read as ordinary text.
-    """
-    pieces = await upstream.pieces(text, headers, is_whole=True)
-    for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
-        shown = pieces[index].piece
-        if isinstance(shown, str) and len(shown) > 2:
-            plain = await upstream.tokenize(shown, headers, add_special=False, parse_special=False)
-            if plain.tolist() != [pieces[index].id]:
-                return pieces[: index + 1]
-    return []
+def _is_special(token: TokenPiece) -> bool:
+    return isinstance(token.piece, str) and bool(_MARKUP.fullmatch(token.piece))
 
 
 class KnownTexts:
     """Tokenizes the renderings of one llama-server, each part of a conversation only once.
 
-    Special tokens split a text: what comes before one gives the same tokens whatever follows. The mark is a
-    special token that the template writes again and again. The tokens of the newest texts are remembered.
+    Special tokens split a text: what comes before one gives the same tokens whatever follows. The mark is
+    the special token that the template writes most often. The tokens of the newest texts are remembered.
     Of a new text, only the part after the last mark that it shares with one of them is tokenized. Some
     texts are also tokenized as a whole, as a check.
     """
@@ -365,7 +361,8 @@ class KnownTexts:
         self._texts: deque[tuple[Namespace, str, TokenIds]] = deque(maxlen=_N_TEXTS)
         self.ends: LRUCache[tuple[Namespace, str], dict[int, int]] = LRUCache(_N_TEXTS)
         """How many tokens the last n bytes of a text are, for each n at which a token begins."""
-        self._mark: tuple[str, int] | None = None
+        self._mark = "", 0
+        self._is_wrong = False
         self.n_spliced = 0
 
     async def tokenize(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds:
@@ -373,19 +370,22 @@ class KnownTexts:
         tokens = await self._splice(text, headers, namespace)
         if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
+            await self._choose_mark(text, headers)
         theirs = (known for known in self._texts if known[0] == namespace)
         earlier = [k for k in theirs if text.startswith(k[1][:-_SEARCHED_CHARACTERS])]
         if earlier:  # of the same conversation
             self._texts.remove(earlier[0])
         self._texts.append((namespace, text, tokens))
-        if self._mark is None:
-            self._mark = "", 0
-            ending = text[-_SEARCHED_CHARACTERS:]
-            with suppress(UpstreamFault):
-                pieces = await _to_last_special(self._upstream, ending, headers)
-                if pieces and isinstance(piece := pieces[-1].piece, str) and piece in ending:
-                    self._mark = piece, pieces[-1].id
         return tokens
+
+    async def _choose_mark(self, text: str, headers: Headers) -> None:
+        if self._is_wrong:
+            return
+        with suppress(UpstreamFault):
+            ending = text[-_SEARCHED_CHARACTERS:]
+            pieces = await self._upstream.pieces(ending, headers, is_whole=False)
+            marks = [(str(p.piece), p.id) for p in reversed(pieces) if _is_special(p)]
+            self._mark = max(marks, key=lambda mark: text.count(mark[0]), default=self._mark)
 
     async def was_wrong(self, text: str, tokens: TokenIds, headers: Headers) -> bool:
         """Return whether a text was tokenized wrongly; if so, all later texts are tokenized as a whole."""
@@ -393,12 +393,12 @@ class KnownTexts:
             return False
         self._texts.clear()
         self.ends.clear()
-        self._mark = "", 0
+        self._mark, self._is_wrong = ("", 0), True
         return True
 
     async def _splice(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if none is, or if the check failed."""
-        mark, mark_id = self._mark or ("", 0)
+        mark, mark_id = self._mark
         begin, head = 0, TokenIds("i")
         for whose, known, known_tokens in self._texts if mark else ():
             n_common = common_prefix_length(known, text) if whose == namespace else 0

@@ -304,9 +304,7 @@ class FakeLlamaServer:
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
         content, add_special = body.get("content", []), body.get("add_special", False)
-        tokens = tokenizer.tokenize_parts(
-            content, add_special=add_special, parse_special=body.get("parse_special", True)
-        )
+        tokens = tokenizer.tokenize_parts(content, add_special=add_special)
         if body.get("with_pieces"):
             pieces = [*[""] * add_special, *tokenizer.pieces(content)]
             listed = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]
@@ -475,9 +473,7 @@ class FakeLlamaServer:
     def _prompt(self, shape: Shape, body: dict[str, Any]) -> list[int]:
         if shape in (Shape.NATIVE, Shape.OPENAI_TEXT):
             prompt = body.get("prompt", "")
-            return tokenizer.tokenize_parts(
-                prompt, add_special=not isinstance(prompt, list), parse_special=True
-            )
+            return tokenizer.tokenize_parts(prompt, add_special=not isinstance(prompt, list))
         chat = tokenizer.from_anthropic(body) if shape is Shape.ANTHROPIC else body
         tokens = tokenizer.tokenize(self._render(chat))
         return self.faults.retokenize(body, tokens) if self.faults.retokenize else tokens

@@ -9,12 +9,11 @@ N_VOCAB = 32_000
 BOS = 1
 _FIRST_WORD = 100
 _PIECES = re.compile(r"<\|\w+\|>| ?[^\s<]+|\s|<")
-_PLAIN_PIECES = re.compile(r" ?[^\s<]+|\s|<")
 
 
-def pieces(text: str, *, parse_special: bool = True) -> list[str]:
+def pieces(text: str) -> list[str]:
     """Return *text* in pieces: a special token, a word with the space before it, or a lone space."""
-    return (_PIECES if parse_special else _PLAIN_PIECES).findall(text)
+    return _PIECES.findall(text)
 
 
 def token_id(piece: str) -> int:
@@ -26,7 +25,7 @@ def tokenize(text: str) -> list[int]:
     return [BOS, *map(token_id, pieces(text))]
 
 
-def tokenize_parts(content: Any, *, add_special: bool, parse_special: bool) -> list[int]:
+def tokenize_parts(content: Any, *, add_special: bool) -> list[int]:
     """Return the tokens of /tokenize: BOS only before text, and only if asked for."""
     parts = content if isinstance(content, list) else [content]
     tokens = [BOS] if add_special and parts and isinstance(parts[0], str) else []
@@ -34,7 +33,7 @@ def tokenize_parts(content: Any, *, add_special: bool, parse_special: bool) -> l
         if isinstance(part, int):
             tokens.append(part)
         else:
-            tokens += map(token_id, pieces(part, parse_special=parse_special))
+            tokens += map(token_id, pieces(part))
     return tokens
 
 
