@@ -221,21 +221,22 @@ class PromptReader:
         """Return where the newest user message begins; 0 if only the header is before it.
 
         A rendering with another user text differs from there on. A rendering without that message would
-        not do: some templates would show the turn before as unfinished, with its reasoning. In a message
-        of several texts only the last is the user's own: agents put their surroundings before it.
+        not do: some templates would show the turn before as unfinished, with its reasoning. In a first
+        message of several texts only the last is the user's own: agents put their surroundings before it.
+        What agents put into later messages may be gone from the next request: qwen-code tells the date so.
         """
         if newest is None:
             return 0
         message = rendering.body.messages[newest]
         others = [{**message, "content": text} for text in _OTHER_TEXTS]
         own = text_of(message, "content")
-        if _has_several_texts(message):
+        if newest <= rendering.n_system:
+            if not _has_several_texts(message):
+                return 0
             *before, last = message["content"]
             texts = ({**last, "text": text} for text in _OTHER_TEXTS)
             others = [{**message, "content": [*before, text]} for text in texts]
             own = text_of(last, "text")
-        elif newest <= rendering.n_system:
-            return 0
         find = partial(self._compare_replaced, rendering, newest, others)
         if own:
             return await self._cut_at_ending(rendering, "own", own, find)

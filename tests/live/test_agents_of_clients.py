@@ -78,6 +78,31 @@ async def test_session_behind_a_long_one_goes_on_behind_the_environment(
         assert await rig.evaluated() - n_before < 50
 
 
+async def test_reminder_that_is_gone_from_a_later_message_costs_that_message_only(
+    start_rig: StartRig,
+) -> None:
+    """qwen-code puts the date before the newest prompt of a continued session, and takes it away later."""
+
+    def reminded(asked: str) -> dict[str, Any]:
+        date = f"<system-reminder>\nThe current date is: Sunday. {prose(5, 60)}\n</system-reminder>"
+        parts = [{"type": "text", "text": text} for text in (date, asked)]
+        return {"role": "user", "content": parts}
+
+    worked = [
+        {"role": "system", "content": prose(3, 200)},
+        {"role": "user", "content": "Mend the parser."},
+        {"role": "assistant", "content": prose(4, 1000)},
+    ]
+    async with start_rig("hybrid", n_slots=2) as rig:
+        await rig.chat([*worked, reminded("Is it all well?")])
+        await rig.restart()
+        asked = {"role": "user", "content": "Is it all well?"}
+        answered = {"role": "assistant", "content": "Yes."}
+        n_before = await rig.evaluated()
+        await rig.chat([*worked, asked, answered, reminded("What else is there?")])
+        assert await rig.evaluated() - n_before < 250
+
+
 async def test_tool_loop_evaluates_only_what_is_new(start_rig: StartRig) -> None:
     async with start_rig("hybrid", n_slots=2, extra_args=template_flags("strict")) as rig:
         later: list[Any] = []
