@@ -1,5 +1,6 @@
 """deploy/kubernetes against Kubernetes' own schemas, and against what the proxy and the pages say."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from proxy.settings import split_address
+from tests.documents.dashboard.tables import alert_rules
 from tests.documents.files import REPOSITORY
 from tests.lab.settings import load_settings
 
@@ -70,6 +72,12 @@ def test_all_that_is_named_is_there() -> None:
             assert f"ConfigMap {config['name']}" in DOCUMENTS
     for source in PROXY["envFrom"]:
         assert f"Secret {source['secretRef']['name']}" in DOCUMENTS
+
+
+def test_prometheus_has_the_pods_under_the_job_that_the_alerts_name() -> None:
+    (named,) = {job for rule in alert_rules() for job in re.findall(r'job="(.+?)"', rule["expr"])}
+    for endpoint in MONITOR["spec"]["podMetricsEndpoints"]:
+        assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": named}]
 
 
 def test_llama_server_outlives_the_proxy() -> None:
