@@ -139,7 +139,9 @@ def send_all(
         return _send(server, model, text, request.output_length)
 
     with ThreadPoolExecutor(_N_AT_ONCE if speed else 1) as pool:
-        sent = [each for each in pool.map(send, when_due()) if each]
+        told = list(pool.map(send, when_due()))
+    sent = [each for each in told if each]
+    answered = (request for request, each in zip(trace, told, strict=True) if each)
     n_prompt, n_reused = sum(n for n, _, _ in sent), sum(n for _, n, _ in sent)
     seconds = sorted(seconds for *_, seconds in sent) or [0.0]
     return {
@@ -148,7 +150,7 @@ def send_all(
         "prompt tokens": n_prompt,
         "evaluated": n_prompt - n_reused,
         "share reused": round(n_reused / max(1, n_prompt), 4),
-        "share in known blocks": round(share_known(trace), 4),
+        "share in known blocks": round(share_known(answered), 4),
         "first token p50, seconds": round(seconds[len(seconds) // 2], 4),
         "first token p95, seconds": round(seconds[len(seconds) * 95 // 100], 4),
     }

@@ -1,5 +1,8 @@
 """Traces without texts: what they keep of requests and what they do not tell, and prompts made of them."""
 
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
 from proxy.cli.command import Exit, RunningProxy
@@ -68,6 +71,21 @@ def test_flags_in_a_report_have_no_names_and_keys() -> None:
         "q8_0",
         "--alias",
     ]
+
+
+def test_share_that_can_be_reused_leaves_out_what_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(_: object, path: str, *, body: bytes, **__: object) -> Iterator[dict[str, object]]:
+        n_prompt = len(msgspec.json.decode(body)["prompt"].split())
+        return iter([{"usage": {"prompt_tokens": n_prompt}}] * (n_prompt < 4096))
+
+    monkeypatch.setattr(RunningProxy, "lines", answer)
+    short, long = TracedRequest(0, 1024, 1, (0, 1)), TracedRequest(0, 8192, 1, range(16))
+    server = RunningProxy("http://127.0.0.1:1", is_admin=False)
+    figures = send_all([short, short, long, long], server, "")
+    assert figures["failed"] == 2
+    assert figures["share in known blocks"] == round(1023 / 2048, 4)
 
 
 @pytest.mark.parametrize("usage", [{"completion_tokens": 1}, {"prompt_tokens": 0}, {}])
