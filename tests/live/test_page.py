@@ -4,6 +4,7 @@ import asyncio
 from importlib.resources import files
 from typing import Any
 
+from proxy.explain.views import Span
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
@@ -311,8 +312,19 @@ async def history_is_asked_for_again_after_it_could_not_be_had(rig: Rig, page: P
     await rig.chat(asked_on("2026-11-22"), tools=TOOLS, max_tokens=2)
     await page.until("window.hasFailed")
     assert await page.run(said) == before
+    past = rig.running.shared.journal.past
+    restored = Span(past.minutes[0].since - 600, saved_seconds=-past.today.saved_seconds / 2)
+    past.minutes.insert(0, restored)
     await rig.chat(asked_on("2026-11-23"), tools=TOOLS, max_tokens=2)
     await page.until(f"{said} !== {before!r}")
+    # Restores that took longer than evaluating are taken off what was saved.
+    await page.run("document.querySelector('#period [data-name=hours]').click()")
+    await page.run("document.querySelector('#unit [data-name=seconds]').click()")
+    seconds = sum(span.saved_seconds for span in past.minutes)
+    told = await page.run(f"import('/page/words.js').then((words) => words.seconds({seconds}))")
+    await history_tells(page, f"{told} saved")
+    await page.run("document.querySelector('#unit [data-name=tokens]').click()")
+    await page.run("document.querySelector('#period [data-name=days]').click()")
 
 
 async def page_goes_on_when_the_proxy_comes_back(rig: Rig, page: Page) -> None:

@@ -19,7 +19,7 @@ export const total = (parts) => parts.reduce((sum, n) => sum + n, 0);
 function makeColumn({ parts, title, onclick }, most) {
   const stack = parts.map((n, i) => {
     const part = make("span", { class: KINDS[i] });
-    part.style.height = `${most ? (100 * n) / most : 0}%`;
+    part.style.height = `${most ? Math.max(0, (100 * n) / most) : 0}%`;
     return part;
   });
   if (!onclick) return make("div", { class: "stack", title }, ...stack);

@@ -76,13 +76,13 @@ function tokensSaid(parts) {
   return missed ? [...said, `${counted(missed, "token")} known, yet evaluated`] : said;
 }
 
-const secondsSaid = ([saved]) => (saved ? [`${seconds(saved)} saved`] : []);
+const secondsSaid = ([saved]) => (saved > 0 ? [`${seconds(saved)} saved`] : []);
 
 // A span as the proxy keeps it: when it began, then what was counted.
 function add(into, [, n, , reused, missed, fresh, savedSeconds]) {
   into.n += n;
   [reused, missed, fresh].forEach((tokens, i) => (into.tokens[i] += tokens));
-  into.seconds[0] += Math.max(0, savedSeconds);
+  into.seconds[0] += savedSeconds; // below zero if restores took longer than evaluating
 }
 
 const empty = (name) => ({ name, n: 0, tokens: [0, 0, 0], seconds: [0] });
