@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -97,9 +98,17 @@ def without_data(
 
 
 def check_variables_and_annotations(prometheus: Prometheus) -> None:
-    """There is a model to choose, and what annotations ask can be asked: Prometheus refuses what cannot."""
+    """Models and proxies can be chosen, and annotations asked for: Prometheus refuses what cannot be."""
     content = json.loads(DASHBOARD.read_text())
-    assert 1.0 in prometheus.instant('llama_prefix_cache_served_models{model!=""}').values()
+    models, proxies = (each for each in content["templating"]["list"] if each["type"] == "query")
+    assert models["query"]["query"] == "label_values(llama_prefix_cache_served_models, model)"
+    assert prometheus.ask("label/model/values") == ["full-tiny"]
+    # Grafana takes `allValue` for what can be chosen, or all that can be.
+    assert models["allValue"] == ".*" and "allValue" not in proxies
+    (selector,) = re.findall(r"label_values\((.+), instance\)", proxies["query"]["query"])
+    for model, n_proxies in ((".*", 1), ("full-tiny", 1), ("another", 0)):
+        asked = {"match[]": selector.replace("$model", model)}
+        assert len(prometheus.ask("label/instance/values", **asked)) == n_proxies
     for annotation in content["annotations"]["list"]:
         prometheus.instant(filled_in(annotation["expr"], 60))
 

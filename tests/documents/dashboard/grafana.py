@@ -52,9 +52,11 @@ def dashboard_file() -> str:
 
 def _variables() -> Iterator[Any]:
     yield dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
-    models = f"{PREFIX}_served_models"
-    yield _chosen("model", "Model", f"label_values({models}, model)")
-    yield _chosen("instance", "Proxy", f'label_values({models}{{model=~"$model"}}, instance)')
+    yield _chosen("model", "Model", f"label_values({PREFIX}_served_models, model)").all_value(".*")
+    # All of them means those that serve the chosen models, so that it has no value of its own. A proxy that
+    # has not served any model yet has only its version, which `.*` finds.
+    named = f'__name__=~"{PREFIX}_(served_models|build_info)"'
+    yield _chosen("instance", "Proxy", f'label_values({{{named},model=~"$model"}}, instance)')
 
 
 def _chosen(name: str, label: str, query: str) -> dashboard.QueryVariable:
@@ -68,7 +70,6 @@ def _chosen(name: str, label: str, query: str) -> dashboard.QueryVariable:
         .sort(model.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(".*")
         .current(model.VariableOption(selected=True, text="All", value="$__all"))
     )
 
