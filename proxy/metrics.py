@@ -65,8 +65,8 @@ class Metrics:
 
     requests = _counter(outcome=Outcome)
     """Generation requests answered, by how their prompt was reused: hit (all that was expected),
-    partial (less), miss (nothing), bypass (not looked up), degraded (the cache failed, or
-    llama-server was not attached); refused, failed (answered with 4xx, 5xx).
+    partial (less), miss (nothing, or at most 64 tokens), bypass (not looked up), degraded (the cache
+    failed, or llama-server was not attached); refused, failed (answered with 4xx, 5xx).
     """
     unanswered_requests = _counter(reason=UNANSWERED)
     """Generation requests that were not answered to the end, by reason."""
@@ -81,15 +81,17 @@ class Metrics:
     event_loop_tasks = _gauge()
     """All tasks of the proxy, those of open connections included."""
     prompt_tokens = _counter(source=("reused", "evaluated"))
-    """Prompt tokens by whether llama-server found them in its slot (reused) or had to evaluate them
-    (evaluated).
+    """Prompt tokens of requests that were looked up and answered, by whether llama-server found them
+    in its slot (reused) or had to evaluate them (evaluated).
     """
     restored_tokens = _counter()
     """Reused prompt tokens that came from a restored checkpoint: without the proxy
     they would have been evaluated.
     """
     evaluation_seconds = _counter()
-    """Time llama-server spent evaluating prompt tokens, as it reports it."""
+    """Time llama-server spent evaluating these prompt tokens, as it reports it; by the speeds measured
+    here where it does not (/v1/messages).
+    """
     saved_seconds = _counter(source=("live", "restored"))
     """What evaluating the reused prompt tokens, still in a slot (live) or restored, would have
     taken at the speeds measured here, less the time of the restore.

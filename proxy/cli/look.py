@@ -69,7 +69,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "in flight", f"{named}: {request['phase']}{done}, came {came}"
     today = overview["today"]
     yield "today", f"since {datetime.fromtimestamp(today['since']):%Y-%m-%d %H:%M}"
-    yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} reused something"
+    yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} were hits"
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens; the others lay in slots"

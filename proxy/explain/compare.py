@@ -17,6 +17,8 @@ from proxy.core.tokens import common_prefix_length
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Sketch, first_difference, is_truncated, pieces_of, sketch_of
 
+HEADER = (PromptPart.TOOLS, PromptPart.SYSTEM)
+"""The parts that conversations share."""
 _ALIKE_SHARE = 0.5
 """A system prompt that shares this much of its text with the old one was changed; any other one is new."""
 _SHOWN_CHARACTERS = 80
@@ -139,7 +141,7 @@ def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -
 def _cause(pair: _Pair) -> Cause:
     if pair.part is PromptPart.TEXT:
         return _cause_in_bare_text(pair)
-    in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
+    in_header = pair.part in HEADER
     if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
     if (in_header or pair.is_same) and pair.is_by(is_date):

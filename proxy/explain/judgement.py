@@ -11,7 +11,7 @@ from proxy.core.model import Outcome, Rule
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import Change, Divergence, find_change
+from proxy.explain.compare import HEADER, Change, Divergence, find_change
 from proxy.explain.known import NO_LOSS, SLACK_TOKENS, KnownPrompt, Loss, Match, Matches
 from proxy.explain.sketch import goes_on
 from proxy.explain.views import Nearest
@@ -43,18 +43,23 @@ class Account:
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
 
-    def add(self, timings: Timings) -> None:
+    def add(self, timings: Timings, rates: Rates) -> None:
+        """Add a reply; the *rates* tell the time of one that does not, as those of /v1/messages."""
         if self.n_reused is None:
             self.n_reused = timings.cache_n
         self.n_evaluated += timings.prompt_n
-        self.evaluation_seconds += timings.prompt_ms / 1000
+        n_whole, seconds = timings.cache_n + timings.prompt_n, timings.prompt_ms / 1000
+        if not seconds and rates.is_measured:
+            seconds = rates.evaluation_seconds(timings.cache_n, n_whole)
+        self.evaluation_seconds += seconds
 
     def value(self, rates: Rates, fetch_seconds: float) -> None:
         """Note the seconds that the reuse saved, if speeds were measured; a fetch came before it."""
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds - fetch_seconds
+            saved_seconds = whole - rest - self.restore_seconds - fetch_seconds
+            self.saved_seconds = round(saved_seconds, 4) + 0.0  # no minus zero
 
     def move(self, plan: Plan) -> None:
         """Go on by another plan; the next reply tells what the slot held before."""
@@ -92,8 +97,8 @@ class Account:
     def outcome(self) -> Outcome:
         if self.is_degraded:
             return Outcome.DEGRADED
-        if not self.n_reused:
-            return Outcome.MISS
+        if (self.n_reused or 0) <= min(SLACK_TOKENS, self.n_prompt // 2):
+            return Outcome.MISS  # every prompt of a template begins with the same few tokens
         return Outcome.PARTIAL if self._reuses_less else Outcome.HIT
 
     @property
@@ -116,7 +121,7 @@ class Account:
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
             "evaluation_seconds": round(self.evaluation_seconds, 4),
-            "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
+            "saved_seconds": self.saved_seconds,
             "expected_seconds": round(start.seconds, 4),
             "alternatives": tuple(_describe(option) for option in plan.alternatives),
             "stops": tuple(stop.n_tokens for stop in plan.stops),
@@ -204,8 +209,7 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
     if plan.why is Why.NOT_WANTED:
         return Judgement(Cause.NOT_LOOKED_UP)
     if served.failure is not None:
-        n_expected = max(n_known, plan.start.n_reused)
-        return Judgement(served.failure, max(0, n_expected - n_reused))
+        return Judgement(served.failure, max(0, n_unused))
     n_there = max(plan.n_shared, n_reused)
     if n_unused > SLACK_TOKENS and n_there < n_known - SLACK_TOKENS:
         return Judgement(_why_lost(rule, past, n_there), n_unused)
@@ -246,6 +250,8 @@ def judge_prompt(
             if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
                 # All behind a change in the newest message is new, unless a client put an id in front.
                 past = replace(past, n_like=compared.n_common)
+            elif not compared.is_same_conversation and where.part in HEADER:
+                past = replace(past, n_like=min(n_like, served.plan.cuts.header or n_like))
     return msgspec.structs.replace(
         judge(served, rule, past, change),
         divergence=where if where.part is not PromptPart.NOWHERE else None,
@@ -270,10 +276,9 @@ def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Near
     The request was planned at *planned_at*, by the monotonic clock.
     """
     if compared is None or compared.n_common < n_shared - SLACK_TOKENS:
-        return Nearest(kind="state", n_common=n_shared) if n_shared else None
+        return Nearest(n_common=n_shared) if n_shared else None
     known = compared.known
     return Nearest(
-        kind="request",
         n_common=compared.n_common,
         id=known.ids[-1],
         n_tokens=len(known.tokens),

@@ -54,7 +54,6 @@ _MAX_OTHERS = 16
 """The states of so many other tenants are searched for tokens that a request missed."""
 LAST, MISS = "last", "miss"
 _N_DIGITS, _N_MODEL = 8, 200
-UNANSWERED = "unanswered"
 
 
 Keep = Literal["none", "tokens", "text"]
@@ -315,20 +314,20 @@ class Report:
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
     ) -> None:
         """Report a request that was not looked up, and *why*, once its answer was relayed."""
-        request.why = why
+        # What was planned, for a prompt that could not be read then, says nothing of this one.
+        request.why, request.account = why, None
         is_otherwise = why == TOKENIZED_OTHERWISE
         cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
         self.answered(request, Judgement(cause), outcome)
 
     def answered(
-        self, request: "Request", judgement: Judgement, outcome: Outcome | None = None
+        self, request: "Request", judgement: Judgement, outcome: Outcome = Outcome.BYPASS
     ) -> None:
-        """Report a request once its answer was relayed; the account tells the *outcome* unless given."""
-        answer, account = request.answer, request.account
-        outcome = outcome or (account.outcome if account else Outcome.BYPASS)
-        facts = account.describe() if account else {"why": request.why}
+        """Report a request once its answer was relayed; its account, if it has one, tells the *outcome*."""
+        answer, account, facts = request.answer, request.account, {"why": request.why}
         assert answer is not None
-        if account is not None and outcome is not Outcome.BYPASS:
+        if account is not None:
+            outcome, facts = account.outcome, account.describe()
             self._count(account)
         if answer.status >= 400:
             judgement = Judgement(Cause.REFUSED)
@@ -373,10 +372,9 @@ class Report:
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        if (seconds := account.saved_seconds) is not None:
-            source = "restored" if account.n_restored else "live"
-            metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
-            metrics.lost_seconds.inc(max(0.0, -seconds))
+        saved, source = account.saved_seconds or 0.0, "restored" if account.n_restored else "live"
+        metrics.saved_seconds.labels(source).inc(max(0.0, saved))
+        metrics.lost_seconds.inc(max(0.0, -saved))
 
     def went_ahead(self, request: "Request", n_evaluated: int, seconds: float) -> None:
         """Report tokens of the next prompt that were evaluated after the answer to a request."""
@@ -396,7 +394,7 @@ class Report:
         """Report a request that *error* ended before its answer was whole."""
         why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
-        record = self._record(request, UNANSWERED, Judgement(Cause.NOT_ANSWERED), why=why)
+        record = self._record(request, "unanswered", Judgement(Cause.NOT_ANSWERED), why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         api, took = views.api_name(record.path), seconds_in_words(record.seconds)
         says = f"{api}  not answered after {took}: {why}  id {record.id}"

@@ -181,9 +181,7 @@ def words_of(fields: dict[str, Any]) -> str:
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
-    words = " ".join(text[:_LOOKED_AT].split())
-    if not words.isprintable():
-        words = " ".join("".join(c if c.isprintable() else " " for c in words).split())
+    words = " ".join("".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT]).split())
     # `opencode run` puts them between quotation marks.
     return shortened(words.strip('"') if words[:1] == words[-1:] == '"' else words, _N_TITLE)
 

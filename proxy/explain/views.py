@@ -233,11 +233,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Nearest(msgspec.Struct, frozen=True, kw_only=True):
     """The known prompt that the request is compared with, and how many first tokens they share.
 
-    `kind` is request, or state: one in a slot or file, from before the proxy was started. Then it has no
-    `id`, and `n_tokens` is not known.
+    Without an `id` it is a state, in a slot or file from before the proxy was started; then `n_tokens` is
+    not known.
     """
 
-    kind: str
     n_common: int
     id: str | None = None
     n_tokens: int | None = None
@@ -279,18 +278,23 @@ class Span(msgspec.Struct, array_like=True):
         self.n_missing += record.cause.is_miss
         if record.n_prompt is None or record.confirmed is None:
             return
-        n_evaluated = record.n_prompt - record.confirmed
-        n_missed = min(record.n_missed, n_evaluated)
         self.n_reused += record.confirmed
-        self.n_missed += n_missed
-        self.n_new += n_evaluated - n_missed
+        self.n_missed += record.n_missed
+        self.n_new += record.n_prompt - record.confirmed - record.n_missed
         self.saved_seconds += record.saved_seconds or 0.0
+
+
+def restored_tokens(record: RequestRecord) -> int:
+    """Return how many tokens were reused because a restore brought them back."""
+    is_restored = record.chosen == "restore" and record.outcome != Outcome.DEGRADED
+    return (record.confirmed or 0) * is_restored
 
 
 class Today(Span, array_like=False):
     """What requests have reused since `since`: midnight, or when the proxy was started first.
 
-    Of the `n_prompt` tokens `n_restored` were reused because a restore brought them back.
+    Of the `n_prompt` tokens `n_restored` were reused because a restore brought them back. `n_reusing`
+    requests were hits, at least in part.
     """
 
     n_prompt: int = 0
@@ -300,8 +304,8 @@ class Today(Span, array_like=False):
     def add(self, record: RequestRecord) -> None:
         super().add(record)
         self.n_prompt = self.n_reused + self.n_missed + self.n_new
-        self.n_restored += (record.confirmed or 0) * (record.chosen == "restore")
-        self.n_reusing += (record.confirmed or 0) > 0
+        self.n_restored += restored_tokens(record)
+        self.n_reusing += record.outcome in (Outcome.HIT, Outcome.PARTIAL)
 
 
 MINUTE_SECONDS, HOUR_SECONDS = 60, 3600
@@ -402,8 +406,7 @@ def in_words(record: RequestRecord) -> str:
         facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
     where = f"  {record.server}" if record.server else ""
     source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
-    is_restored = record.chosen == "restore" and record.outcome != Outcome.DEGRADED
-    where += f"  slot {record.slot}" + f" <- {source}" * (is_restored and record.confirmed > 0)
+    where += f"  slot {record.slot}" + f" <- {source}" * (restored_tokens(record) > 0)
     if record.cause is Cause.FIRST_SIGHT:
         where += "  the rest is new" if record.confirmed else "  new"
     elif record.cause.is_miss:

@@ -127,7 +127,7 @@ class CachedRequest:
                 raise errors.ServerAway(ended, was_sent=False, has_ended=True) from error
             raise
         if answer.timings is not None:
-            self._account.add(answer.timings)
+            self._account.add(answer.timings, process.rates)
         if self._extended:
             self._settle_later(answer)
         elif self._account.is_ineffective_restore:
@@ -276,8 +276,9 @@ class CachedRequest:
                 await process.finish(self._lease, process.saves.begin(slot_id, stop.save_as))
 
     async def _evaluate_to(self, n_tokens: int) -> None:
-        prompt, keys = self._prompt_as_planned, self._request.keys
-        self._account.add(await self._process.stop(self._plan.slot_id, prompt, n_tokens, keys))
+        process, prompt, keys = self._process, self._prompt_as_planned, self._request.keys
+        stopped = await process.stop(self._plan.slot_id, prompt, n_tokens, keys)
+        self._account.add(stopped, process.rates)
 
     # The request is sent, and may fail.
 
@@ -422,7 +423,7 @@ class CachedRequest:
             content = process.content_after(before, prompt, n_media + timings.predicted_n)
             return replace(content, is_given_up=True)  # a state with images is not saved
         if n_prompt != prompt.n_tokens:
-            account.failure = Cause.TOKENIZED_OTHERWISE
+            account.n_prompt, account.failure = n_prompt, Cause.TOKENIZED_OTHERWISE
             self._disagree(n_prompt)
             return unknown
         self._confirm()

@@ -187,19 +187,17 @@ class Admin:
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        if self._shared.opened_store is not None:
-            with suppress(StoreFault, OSError):
-                await self._shared.opened_store.space()
+        with suppress(StoreFault, OSError):
+            await self._shared.store.space()
         return web.Response(body=self._shared.metrics.exposition(), headers=headers)
 
     # Recent requests: what each reused, and why not more.
 
     async def requests(self, request: web.Request) -> web.Response:
         """Return the last requests that have ended, newest first; the query may filter them."""
-        limit = _limit(request, 50)
         await self._pool.accounted()
         latest = self._shared.journal.latest(
-            limit,
+            _limit(request, 50),
             conversation=request.query.get("conversation", ""),
             client=request.query.get("client", ""),
             only_misses=_is_asked_for(request, "misses"),

@@ -40,6 +40,8 @@ async def test_other_number_of_tokens_disables_that_shape_only(start_rig: StartR
             assert (await rig.chat(QUESTION)).status == 200
         (line,) = [x for x in logs if x["event"].startswith("tokenization disagreement")]
         assert (line["n_predicted"], line["n_really"]) == (309, 310)
+        (record,) = rig.running.shared.journal.latest(1)
+        assert (record.n_prompt, record.confirmed, record.evaluated) == (310, 0, 310)
         assert rig.sample("tokenization_disagreements_total") == 1
         await rig.chat(QUESTION)
         assert rig.sample("requests_total", outcome="bypass") == 1
@@ -123,6 +125,23 @@ async def test_prompt_that_cannot_be_read_is_served_uncached(
         rig.server.faults.drop.clear()
         assert (await rig.chat(QUESTION)).n_reused > 300
         assert rig.sample("requests_total", outcome="bypass") == 2
+
+
+async def test_request_that_extends_a_slot_and_cannot_be_read_is_not_told_as_its_plan(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        reply = await rig.chat(QUESTION)
+        await rig.settled()
+        rig.server.faults.drop.add("apply-template")
+        await rig.chat(next_question(QUESTION, reply))
+        await rig.running.pool.accounted()
+        (record,) = rig.running.shared.journal.latest(1)
+        assert (record.outcome, record.why) == ("bypass", "the prompt could not be tokenized")
+        assert (record.n_prompt, record.confirmed, record.chosen) == (None, None, None)
+        today = rig.running.shared.journal.today()
+        for source, n_tokens in (("reused", today.n_reused), ("evaluated", today.n_new)):
+            assert rig.sample("prompt_tokens_total", source=source) == n_tokens
 
 
 async def test_slow_template_is_waited_for(start_rig: StartRig) -> None:

@@ -7,6 +7,7 @@ import pytest
 from proxy.core.cuts import Stop
 from proxy.core.model import Candidate, SlotId
 from proxy.core.plan import Displacement, Plan, Start
+from proxy.core.rates import Rates
 from proxy.explain.judgement import Account
 from proxy.llama.client import Timings
 from tests.unit.builders import checkpoint
@@ -18,7 +19,7 @@ LIVE = Start(SlotId(0), 800, 850)
 def account(start: Start, *replies: Timings) -> Account:
     result = Account(Plan(start), n_prompt=1000)
     for timings in replies:
-        result.add(timings)
+        result.add(timings, Rates())
     return result
 
 
@@ -35,11 +36,37 @@ def test_account_of_several_replies_counts_the_first_ones_reuse_and_all_evaluati
         (RESTORE, 0, "miss"),
         (LIVE, 800, "hit"),
         (LIVE, 799, "partial"),
+        (RESTORE, 65, "partial"),
+        (RESTORE, 64, "miss"),
+        (Start(SlotId(0), 15, 15), 15, "miss"),
         (Start(SlotId(0)), 0, "miss"),
     ],
 )
 def test_outcome_is_what_the_reply_confirms(start: Start, n_reused: int, outcome: str) -> None:
     assert account(start, Timings(n_reused, 1000 - n_reused)).outcome == outcome
+
+
+@pytest.mark.parametrize(("n_reused", "outcome"), [(7, "miss"), (8, "hit")])
+def test_half_of_a_short_prompt_is_no_hit(n_reused: int, outcome: str) -> None:
+    short = Account(Plan(Start(SlotId(0), n_reused, n_reused)), n_prompt=14)
+    short.add(Timings(n_reused, 14 - n_reused), Rates())
+    assert short.outcome == outcome
+
+
+def test_time_that_a_reply_does_not_tell_is_that_of_the_measured_speeds() -> None:
+    measured = Rates().after_evaluation(0, 1000, 2.0)
+    kept = Account(Plan(LIVE, (Stop(900),)), n_prompt=1000)
+    kept.add(Timings(800, 100, prompt_ms=500), measured)
+    kept.add(Timings(900, 100), measured)
+    assert kept.evaluation_seconds == 0.5 + measured.evaluation_seconds(900, 1000) > 0.5
+    assert account(LIVE, Timings(800, 200)).evaluation_seconds == 0, "no speed was measured"
+
+
+def test_nothing_saved_has_no_minus() -> None:
+    kept = account(Start(SlotId(0)), Timings(0, 1000))
+    kept.restore_seconds = 1e-6
+    kept.value(Rates().after_evaluation(0, 1000, 2.0), 0.0)
+    assert str(kept.saved_seconds) == "0.0"
 
 
 def test_outcome_without_any_reply_is_a_miss() -> None:
@@ -89,8 +116,8 @@ def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
         Start(SlotId(2), seconds=2.0),
     )
     kept = Account(Plan(start, (Stop(950),), alternatives=others), n_prompt=1000)
-    kept.add(Timings(900, 50))
-    kept.add(Timings(950, 50))
+    kept.add(Timings(900, 50), Rates())
+    kept.add(Timings(950, 50), Rates())
     told = kept.describe()
     assert (told["chosen"], told["slot"], told["stops"]) == ("restore", 1, (950,))
     assert (told["expected"], told["confirmed"], told["evaluated"]) == (900, 900, 100)

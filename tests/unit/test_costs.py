@@ -63,7 +63,7 @@ def test_request_that_a_later_one_goes_on_from_has_its_own_parts_only() -> None:
     rendering = Rendering(GONE_ON, "text")
     known = KnownPrompt(Namespace(b""), tokens, rendering, ("", 0), 0.0, ("a", "b"))
     journal.prompts.add(known, ())
-    nearest = Nearest(kind="request", n_common=1080, id="a", n_tokens=1080)
+    nearest = Nearest(n_common=1080, id="a", n_tokens=1080)
     assert [cost.message for cost in explained(journal, "a", 1080, None)] == [None, None, 0, 1]
     later = explained(journal, "b", 1200, nearest)
     assert changed(later) == ["2"] and later[1].name == "two"

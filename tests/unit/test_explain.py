@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
+from proxy.core.model import NO_RULE, Cuts, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, Start, Why
 from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause, PromptPart
@@ -137,6 +137,18 @@ def test_header_that_nobody_has_sent_before_is_not_missed() -> None:
     moved = judged(other, question, answer, "Go on.")
     assert moved.cause is Cause.SYSTEM_TEXT
     assert len(answer) < moved.n_missed
+
+
+def test_new_question_under_a_header_with_another_date_is_not_missed() -> None:
+    headers = [f"It is 2026-11-{day}. " + "Check what it returns. " * 50 for day in (21, 22)]
+    questions = "Look at it. " * 90, "Sing of the sea. " * 90
+    old, new = (known_prompt(*each) for each in zip(headers, questions, strict=True))
+    n_common = common_prefix_length(old.tokens, new.tokens)
+    n_header = len("<|begin|><|system|>" + headers[1])
+    account = Account(Plan(Start(SlotId(0)), cuts=Cuts(n_header)), len(new.tokens), n_reused=0)
+    match = Match(old, n_common)
+    found = judge_prompt(new, (match, match), account, POINTS, {"process": ()})
+    assert (found.cause, found.n_missed) == (Cause.DATE, n_header)
 
 
 def test_state_with_more_of_a_prompt_than_another_conversation_leaves_nothing_to_compare() -> None:

@@ -8,6 +8,7 @@ import pytest
 from proxy.core.messages import Kind, Route
 from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan, Start
+from proxy.core.rates import Rates
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import MAX_REQUESTS, Inquiry, Journal, Report
@@ -128,5 +129,5 @@ def test_answer_that_has_begun_leaves_nothing_that_a_request_beside_it_could_mis
     first.foresee(one, "one")
     second = Inquiry(process, Prompt(run_of(1000), NAMESPACE), body)
     for inquiry, account, name in ((first, one, "one"), (second, other, "other")):
-        account.add(Timings(0, 1000))
+        account.add(Timings(0, 1000), Rates())
         assert inquiry.judge(account, name).cause is Cause.FIRST_SIGHT

@@ -28,7 +28,7 @@ def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
     day = Today(since=NOON)
     day.add(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0))
     day.add(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5))
-    day.add(record(n_prompt=300, confirmed=0, cause=Cause.DATE, n_missed=299))
+    day.add(record(n_prompt=300, confirmed=0, cause=Cause.DATE, n_missed=299, outcome="miss"))
     assert day == Today(
         since=NOON,
         n_requests=3,
@@ -43,10 +43,19 @@ def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
     )
 
 
+def test_restores_that_failed_and_first_words_of_a_template_are_counted_as_metrics_count_them() -> (
+    None
+):
+    day = Today(since=NOON)
+    day.add(record(n_prompt=500, confirmed=400, chosen="restore", outcome="degraded"))
+    day.add(record(n_prompt=500, confirmed=15, chosen="live", outcome="miss"))
+    assert (day.n_reused, day.n_restored, day.n_reusing) == (415, 0, 0)
+
+
 def test_prompts_whose_reuse_is_not_known_count_as_requests_only() -> None:
     day = Today(since=NOON)
-    day.add(record())
-    day.add(record(n_prompt=1000, confirmed=None))
+    day.add(record(outcome="bypass"))
+    day.add(record(n_prompt=1000, confirmed=None, outcome="refused"))
     assert day == Today(since=NOON, n_requests=2)
 
 

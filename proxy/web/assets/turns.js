@@ -21,8 +21,4 @@ export function showTurns(records, show) {
   })), { top: short, axis: [clock(turns[0].at), turns.length > 1 ? clock(last.at) : ""] });
 }
 
-// What was known may be counted in tokens of the older prompt, which can be longer.
-export function partsOf({ n_prompt: whole, confirmed, n_missed: missed }) {
-  const known = Math.min(missed, whole - confirmed);
-  return [confirmed, known, whole - confirmed - known];
-}
+export const partsOf = ({ n_prompt: whole, confirmed, n_missed: missed }) => [confirmed, missed, whole - confirmed - missed];

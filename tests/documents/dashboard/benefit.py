@@ -58,8 +58,8 @@ AT_A_GLANCE = Row(
             Kind.VALUES,
             (Query(f"{total('requests', RANGE, outcome=HITS)} / {total('requests', RANGE)}", ""),),
             "percentunit",
-            "Of all requests in the time range, how many reused something. The first request of "
-            "each conversation has nothing to reuse, unless another one has shown its header "
+            "Of all requests in the time range, how many reused more than 64 tokens. The first request "
+            "of each conversation has nothing to reuse, unless another one has shown its header "
             "before.",
             width=4,
             height=4,
@@ -160,9 +160,9 @@ REUSE = Row(
             Kind.STACKED,
             (Query(per_minute("requests", "outcome"), "{{outcome}}"),),
             "reqpm",
-            "hit: all that was expected was reused; partial: less; miss: nothing; bypass: not "
-            "looked up (images, for example); degraded: the cache failed, or llama-server was not "
-            "attached; refused, failed: answered with 4xx, 5xx.",
+            "hit: all that was expected was reused; partial: less; miss: nothing, or at most 64 "
+            "tokens; bypass: not looked up (images, for example); degraded: the cache failed, or "
+            "llama-server was not attached; refused, failed: answered with 4xx, 5xx.",
             colors={
                 "hit": GOOD,
                 "partial": "yellow",

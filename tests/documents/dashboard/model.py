@@ -14,7 +14,7 @@ STEP = "$__rate_interval"
 
 GOOD, FAIR, BAD, DULL, BLUE = "green", "orange", "red", "text", "blue"
 HITS = "hit|partial"
-"""The outcomes of requests that reused something."""
+"""The outcomes of requests that reused more than the first words of their template."""
 
 
 class Kind(StrEnum):
