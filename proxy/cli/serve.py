@@ -233,10 +233,9 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
         )
 
     if end := _serve(settings, run_server, launch):
-        path = launch.model_path
-        is_missing = path and not Path(path).exists()
-        why = f"there is no model file {path}" if is_missing else end
-        command.fail(why, command.Exit.LLAMA_SERVER_DIED)
+        if (path := launch.model_path) and not Path(path).exists():
+            end = f"there is no model file {path}"
+        command.fail(end, command.Exit.LLAMA_SERVER_DIED)
 
 
 def _tell(launch: Launch) -> None:
@@ -270,10 +269,12 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if not options:  # such as for an environment variable that it cannot read
         said = next(filter(None, map(str.strip, text.splitlines())), "nothing")
         launch.conflicts.append(f"its --help says: {said}")
-    models = [Path(launch.model_path)] if launch.model_path else []
-    if (repository := given.get("--hf-repo")) and not models:
-        models = process.downloaded(repository.value, os.environ)
-    # A model of a router's, or one that is not downloaded yet, may have a window.
+    models = [Path(launch.model_path)] if os.path.exists(launch.model_path) else []
+    if not models and {"--hf-repo", "--model-url", "--docker-repo"} & given.keys():
+        launch.model_path = ""  # where llama-server puts what it downloads
+        repository = given["--hf-repo"].value if "--hf-repo" in given else ""
+        models = process.downloaded(repository, os.environ)
+    # A model that is not here, a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         presets = Path(given["--models-preset"].value) if "--models-preset" in given else None
         named = presets.read_text(errors="replace") if presets and presets.is_file() else ""

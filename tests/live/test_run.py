@@ -131,6 +131,13 @@ def test_model_that_is_not_downloaded_yet_may_have_a_window(
     assert ("-b", "512") in launch.additions
 
 
+@pytest.mark.parametrize("source", [(), ("-mu", "http://127.0.0.1:1/new.gguf")])
+def test_model_whose_file_is_not_here_may_have_a_window(source: tuple[str, ...]) -> None:
+    """As in the container that a wrapper starts, or before a download."""
+    launch = _plan([str(find_llama_server())], ["-m", "/no/such/new.gguf", *source], {})
+    assert ("-b", "512") in launch.additions
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("--models-dir", "models"), ("--models-preset", "models.ini")]
 )
@@ -355,6 +362,14 @@ def test_model_that_is_missing_is_one_sentence(new_run: StartRun) -> None:
     assert run.ended() == 70
     _, *told = run.log_text().splitlines()
     assert told == ["llama-prefix-cache: there is no model file /no/such/model.gguf"]
+
+
+def test_download_that_fails_is_told_in_place_of_the_file(new_run: StartRun) -> None:
+    arguments = ("-mu", "http://127.0.0.1:1/new.gguf", *LLAMA_SERVER_ARGUMENTS)
+    run = new_run(model=Path("/no/such/model.gguf"), arguments=arguments, environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    assert "failed to download model" in run.log_text()
 
 
 def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_path: Path) -> None:
