@@ -46,7 +46,7 @@ class IndexDamaged(StoreFault):
     """The index cannot be used, but it can be rebuilt; `flaw` says what is wrong."""
 
     def __init__(self, index: object, flaw: str) -> None:
-        super().__init__(f"the index {index} is damaged ({flaw}): `check --fix` makes it anew")
+        super().__init__(f"the index {index} cannot be used ({flaw}): `check --fix` makes it anew")
         self.flaw = flaw
 
 

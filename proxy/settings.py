@@ -408,7 +408,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     if "slot_save_path" not in merged:
         raise SettingsError(NO_DIRECTORY)
     settings = _convert(merged, "settings", strict=False)
-    if settings.listen == settings.admin and split_address(settings.listen)[1]:
+    if needs_directory and settings.listen == settings.admin and split_address(settings.listen)[1]:
         raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")
     # Absolute, because llama-server may run elsewhere. Path's own expanduser raises RuntimeError.
     path = Path(os.path.expanduser(settings.slot_save_path)).absolute()

@@ -322,7 +322,7 @@ def import_(settings: Settings, file: Path) -> None:
     entered = command.checkpoints_in_words(len(imported.entered), n_bytes)
     lines = [f"{entered} in {settings.slot_save_path}"]
     if imported.n_already_there:
-        lines.append(f"{imported.n_already_there} were there already")
+        lines.append(f"there already: {imported.n_already_there}")
     if imported.is_new_model:
         lines.append("Their model never ran here: whether the states fit shows once it runs.")
     content = {

@@ -66,12 +66,11 @@ async def examine(settings: Settings, *, model: str = "", is_default: bool = Fal
             stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
         except errors.StoreLocked as lock:
             setup.lock = str(lock)
+        if is_default or setup.lock:
             setup.health = await _health(session, settings)
-        if is_default and not setup.lock:
-            setup.health = await _health(session, settings)
-            if setup.health:
-                setup.lock = "it uses another directory"
-                return setup
+        if setup.health and not setup.lock:
+            setup.lock = "it uses another directory"
+            return setup
         stored = _examine_directory(setup)
         if is_default and not setup.mode:
             raise errors.SettingsError(NO_DIRECTORY)

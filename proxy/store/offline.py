@@ -85,7 +85,7 @@ class ProblemKind(StrEnum):
     """it is written again"""
     FILE_WITHOUT_ENTRY = "a file that no entry names"
     """it is removed"""
-    INDEX_DAMAGED = "the index is damaged"
+    INDEX_DAMAGED = "the index cannot be used"
     """it is made anew from the states"""
     STATE_LOST = "a state that cannot be entered again"
     """it is removed"""
@@ -185,10 +185,9 @@ def read_records(files: StateFiles) -> list[Sidecar]:
     """
     states = sorted(filter(is_state_name, files.names()))
     records = [record for name in states if (record := read_sidecar(files, name))]
-    if not records and states:
-        raise StoreFault("no state has an intact record: run `check --fix`")
     if not records:
-        raise StoreFault(f"there is no store in {files.directory}: no proxy has ever used it")
+        why = "no state has an intact record: run `check --fix`"
+        raise StoreFault(why if states else f"there is no state in {files.directory}")
     return records
 
 

@@ -102,7 +102,7 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
         except web.HTTPException as why:
             if why.content_type != _JSON:
-                says = "no such route" if why.status == 404 else why.text
+                says = "no such route (clients use `listen`)" if why.status == 404 else why.text
                 why.body, why.content_type = msgspec.json.encode({"error": says}), _JSON
             raise
 

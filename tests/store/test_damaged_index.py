@@ -480,12 +480,12 @@ def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
     for arguments in (["check"], ["ls"]):
         done = command(directory, *arguments)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "is damaged" in done.stderr and "check --fix" in done.stderr
+        assert "cannot be used" in done.stderr and "check --fix" in done.stderr
         assert len(done.stderr.splitlines()) == 1
     arguments = ["rm", "--everything", "-y", "--slot-save-path", str(directory)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 1 and "check --fix" in result.output
-    with pytest.raises(StoreFault, match="is damaged"):
+    with pytest.raises(StoreFault, match="cannot be used"):
         read_index(directory)
     mended = command(directory, "check", "--fix")
     assert mended.returncode == 0 and "made anew from the states" in mended.stdout

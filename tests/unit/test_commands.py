@@ -453,8 +453,9 @@ def test_upstream_that_is_not_asked_may_be_the_proxy_itself(tmp_path: Path, comm
     config.write_text(f"slot_save_path: {tmp_path}\nlisten: 127.0.0.1:8080\nadmin: 127.0.0.1:1\n")
     with keep_proxies_out(tmp_path, creates_lock=command == "doctor"):
         done = CliRunner().invoke(main, [*command.split(), "--config", str(config)])
-    said = "No proxy tells its health" if command == "doctor" else "there is no store in"
-    assert done.exit_code == 1 and said in done.output
+    said = {"doctor": "No proxy tells its health", "check": "there is no store in"}
+    words = said.get(command, "there is no state in")
+    assert done.exit_code == 1 and words in done.output
 
 
 def listing(*listed: ListedCheckpoint) -> str:

@@ -162,7 +162,7 @@ def test_wrong_line_of_a_settings_file_is_told_in_words(
         (("rm",), "give IDs and/or --unused-for, or --everything"),
         (("rm", "--unused-for", "long"), "write such as 30m"),
         (("export", "0000", "--slot-save-path", "EMPTY"), "Missing option"),
-        (("export", "0000", "-o", "x.lpc", "--slot-save-path", "EMPTY"), "there is no store"),
+        (("export", "0000", "-o", "x.lpc", "--slot-save-path", "EMPTY"), "there is no state in"),
         (("import", "/no/such/file.lpc"), "does not exist"),
         (("import", "/etc/hostname", "--slot-save-path", "EMPTY"), "not what `export` writes"),
         (("doctor",), "slot_save_path is missing"),
@@ -193,6 +193,7 @@ LLAMA_SERVERS_404 = b'{"error": {"code": 404, "message": "File Not Found"}}'
 def test_address_of_something_else_is_told_in_words(page: bytes, arguments: tuple[str]) -> None:
     head = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
 
         def answer() -> None:
             asked, _ = listener.accept()
@@ -204,7 +205,9 @@ def test_address_of_something_else_is_told_in_words(page: bytes, arguments: tupl
 
         answering = Thread(target=answer)
         answering.start()
-        status, said = told(*arguments, "--admin", f"127.0.0.1:{listener.getsockname()[1]}")
+        address = f"127.0.0.1:{listener.getsockname()[1]}"  # perhaps the one for clients
+        clients = {ENVIRONMENT_PREFIX + "LISTEN": address}
+        status, said = told(*arguments, "--admin", address, environment=clients)
         answering.join()
     assert status == 69 and said.endswith(" is not the admin listener of llama-prefix-cache\n")
 
