@@ -274,7 +274,7 @@ def displacements_by(
         if now.rule.can_restore and (saves or content.n_saved):
             restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
             if not saves:
-                n_kept = max(0, content.n_tokens - n_lost)
+                n_kept = content.n_tokens - n_lost
                 restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
             remade_seconds = min(remade_seconds, restored_seconds)
         return Displacement(saves, delay_seconds, delay_seconds + likelihood * remade_seconds)

@@ -29,7 +29,6 @@ from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
 from proxy.core.rates import Rates
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
-from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
 # When a slot is saved, and up to which token.
 
@@ -45,25 +44,23 @@ _N_POINTS_AHEAD = 3
 """A request adds one point at its end and one for each stop on its way."""
 
 
-def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut back to the part that is useful in a file, or None if there is none."""
-    if not rule.can_restore:
-        return None
-    if not rule.is_end_only:
-        return content
-    return cut_to(content, content.last_cut) if content.last_cut else None
+def at_savable_point(rule: Rule, content: Known) -> Known:
+    """Return *content* cut back to the part that is useful in a file."""
+    return cut_to(content, content.last_cut) if rule.is_end_only else content
 
 
 def is_write_back_due(rule: Rule, content: Content) -> bool:
     """Return whether a free slot holds work that no file has."""
     if isinstance(content, Unknown):
         return content.can_be_adopted and rule.can_restore
-    savable = at_savable_point(rule, content) if isinstance(content, Known) else None
-    if savable is None or savable.is_aside or savable.is_given_up:
+    if not isinstance(content, Known) or not rule.can_restore:
         return False
+    if content.is_aside or content.is_given_up:
+        return False
+    savable = at_savable_point(rule, content)
     n_useful = rule.end_holds_from if rule.is_end_only else 0
-    is_long_enough = savable.n_tokens >= max(FIRST_BLOCK_TOKENS, n_useful)
-    return is_long_enough and savable.n_unsaved > SLACK_TOKENS
+    # A state of more than SLACK_TOKENS has a whole block, so it can be found.
+    return savable.n_tokens >= n_useful and savable.n_unsaved > SLACK_TOKENS
 
 
 def is_worth_saving(
@@ -74,7 +71,7 @@ def is_worth_saving(
     llama-server does nothing else during a save: it delays each of *n_stalled* requests. A conversation's
     first save must pay for itself at the first use, because the conversation may end there.
     """
-    n_saved = max(0, content.n_tokens - n_unsaved)
+    n_saved = content.n_tokens - n_unsaved
     if content.n_saved:
         return pays_again(n_saved, content.n_tokens, size_bytes, rates, n_stalled)
     evaluation_seconds = rates.evaluation_seconds(n_saved, content.n_tokens)
@@ -108,7 +105,6 @@ def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
         and sum(point > n_cut for point in content.restore_points) >= n_believed - _N_POINTS_AHEAD
         and not is_near(content.saved_points, n_cut)
         for n_cut in (content.header, content.turn_start, *content.marks[-1:])
-        if n_cut >= FIRST_BLOCK_TOKENS
     )
 
 

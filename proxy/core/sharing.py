@@ -73,7 +73,7 @@ def best_fetch(
     A fetch takes the *steps*: a link, and entering. Slots in use count only if no slot is free: the request
     then waits for one of them.
     """
-    if not remote or prompt.n_tokens >= now.n_ctx:
+    if prompt.n_tokens >= now.n_ctx:
         return None
     n_without, without_seconds = seconds_without(prompt, now)
     there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))

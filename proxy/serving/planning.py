@@ -168,9 +168,9 @@ def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
         tokens, now = content.likely[:-CONTEXT_CHECKPOINT_MARGIN], time.monotonic()
         points = tuple(range(0, len(tokens), SLACK_TOKENS))
         return ExpectedState(tokens, content.tenant, now, 0, points, can_be_cut)
-    saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
-    if saved is None:
+    if not isinstance(content, Known):
         return None
+    saved = at_savable_point(process.rule, content)
     size_bytes = state_bytes(process.sizes, saved)
     expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
     points = saved.restore_points

@@ -19,9 +19,9 @@ from proxy.core.sharing import (
     seconds_for,
     spared_per_byte,
 )
-from proxy.core.slots import Empty
+from proxy.core.slots import Empty, Known, SlotPhase
 from tests.unit.builders import ANY_PREFIX, NAMESPACE, checkpoint, run_of, steady
-from tests.unit.situations import situation
+from tests.unit.situations import situation, slots
 
 PROMPT = Prompt(run_of(10_000), NAMESPACE)
 MB = 1_000_000
@@ -49,6 +49,9 @@ def test_state_is_fetched_where_the_link_is_faster_than_evaluating(
     assert fetch is not None and fetch.is_worth_it is is_worth_it
     assert fetch.limit_seconds == pytest.approx(9.0, rel=0.01), "what evaluating 9,000 tokens takes"
     assert fetch.seconds == pytest.approx(100 * MB / bytes_per_second, abs=0.05)
+    slow_disk = replace(now(), rates=replace(now().rates, cold_restore=link(1e6)))
+    fetch = best_fetch(PROMPT, slow_disk, [there(9000, 100 * MB)], link(bytes_per_second))
+    assert fetch is not None and fetch.is_worth_it is is_worth_it, "what has just come is in memory"
 
 
 def test_small_state_is_fetched_where_it_spares_more_than_entering_takes() -> None:
@@ -71,7 +74,15 @@ def test_nothing_is_fetched_that_is_here_or_gives_no_more() -> None:
     here = there(9000, 100 * MB)
     assert best_fetch(PROMPT, now(here), [there(9000, MB)], link(1e9)) is None
     assert best_fetch(PROMPT, now(), [], link(1e9)) is None
-    assert best_fetch(PROMPT, replace(now(), n_ctx=9_000), [here], link(1e9)) is None
+    too_long = replace(now(), n_ctx=PROMPT.n_tokens)
+    assert best_fetch(PROMPT, too_long, [here], link(1e9)) is None, "it will be refused"
+
+
+def test_slots_in_use_count_only_where_the_request_waits_for_one_of_them() -> None:
+    remote, of_both = [there(9000, MB)], slots(Known(run_of(9500), NAMESPACE), Empty())
+    of_both[0].phase = SlotPhase.RUNNING
+    assert best_fetch(PROMPT, replace(now(), slots=of_both), remote, link(1e9)) is not None
+    assert best_fetch(PROMPT, replace(now(), slots=of_both[:1]), remote, link(1e9)) is None
 
 
 def test_transfer_is_given_up_once_it_would_come_too_late() -> None:
@@ -175,3 +186,6 @@ def test_writer_deletes_what_was_not_read_for_long_and_no_more_than_needed() -> 
     assert choose_deletions(own, 0, 1e6) == []
     assert choose_deletions(own, 1, 1e6) == [old]
     assert choose_deletions(own, 2 * MB, 1e6) == [old, new]
+    dense, from_ahead = checkpoint(2000, size_bytes=MB), checkpoint(3000, size_bytes=2 * MB)
+    own = [(dense, 1e6), (from_ahead, 1e6 + HALF_LIFE_SECONDS)]  # by another machine's clock
+    assert choose_deletions(own, 1, 1e6) == [from_ahead]
