@@ -42,9 +42,10 @@ _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
 _OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
 
-_MARKUP = re.compile(r"[^\w\s].*\w.*[^\w\s]")
+_MARKUP = re.compile(r"[^\w\s].*[^\W\d_].*[^\w\s]")
 """The text of a special token, `<|im_start|>` or `[INST]`: vocabularies split letters from signs, so that
-no other token looks like it. Some stay whole even where llama-server does not parse special tokens."""
+no other token looks like it; `}_{` does not. Some stay whole even where llama-server does not parse special
+tokens."""
 _SEARCHED_TOKENS = 24
 """How far back from the end of a text its last special token is looked for."""
 

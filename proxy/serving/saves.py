@@ -105,7 +105,7 @@ class SlotSaves:
         if not isinstance(content, Known):
             return content
         target = at_savable_point(self._process.rule, content)
-        if target.n_tokens == content.n_tokens:
+        if target.n_tokens in (0, content.n_tokens):
             return content
         self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
         timings = await self._process.upstream.evaluate(slot_id, target.tokens)

@@ -80,6 +80,14 @@ def test_after_evaluation_where_points_are_far_apart_believes_in_the_first(
     assert held.restore_points == points
     later = after_evaluation(held, run_of(n_tokens + 1000), NAMESPACE, stride_tokens=8192)
     assert later.restore_points == points
+    near = after_evaluation(Empty(), run_of(n_tokens), NAMESPACE)
+    assert near.restore_points == (n_tokens - 5,), "elsewhere in the last"
+
+
+def test_after_evaluation_of_few_new_tokens_believes_in_the_point_near_their_end() -> None:
+    before = Known(run_of(5000), NAMESPACE)
+    held = after_evaluation(before, run_of(5300), NAMESPACE, stride_tokens=8192)
+    assert held.restore_points == (5295,)
 
 
 def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
@@ -104,6 +112,9 @@ def test_after_evaluation_of_a_diverging_prompt_forgets_what_lay_behind() -> Non
     held = after_evaluation(before, branch(130, 300), NAMESPACE)
     assert held.restore_points == (50, 120, 295)
     assert (held.turn_start, held.last_cut, held.n_saved) == (0, 100, 130)
+    before = replace(before, header=140, last_cut=150)
+    held = after_evaluation(before, branch(130, 300), NAMESPACE)
+    assert (held.header, held.last_cut) == (0, 0)
 
 
 def test_after_evaluation_of_a_longer_prompt_keeps_what_was_saved() -> None:
@@ -166,11 +177,11 @@ def test_after_evaluation_keeps_the_saved_points_of_what_is_left() -> None:
 
 def test_marks_of_a_new_turn_are_where_earlier_ones_began() -> None:
     held: Content = Empty()
-    for turn_start in (500, 900, 1300):
-        cuts = Cuts(200, turn_start, turn_start, last_turn_end=turn_start - 40)
+    for turn_start, last_turn_end in ((500, 200), (900, 860), (1300, 1260)):
+        cuts = Cuts(200, turn_start, turn_start, 0, last_turn_end, surroundings=300)
         held = after_evaluation(held, run_of(turn_start + 3), NAMESPACE, cuts=cuts)
     assert isinstance(held, Known)
-    assert held.marks == (460, 500, 860, 900, 1260)
+    assert held.marks == (300, 500, 860, 900, 1260)
     assert (held.header, held.turn_start) == (200, 1300)
 
 
@@ -193,6 +204,8 @@ def test_marks_behind_the_place_where_a_prompt_leaves_the_slot_are_forgotten() -
 def test_marks_at_a_stop_do_not_run_ahead_of_it() -> None:
     cuts = Cuts(header=200, turn_start=1000, branch=600, last_turn_end=950)
     assert after_evaluation(Empty(), run_of(600), NAMESPACE, cuts=cuts).marks == (600,)
+    before = Known(run_of(2000), NAMESPACE, header=200, turn_start=1500)
+    assert after_evaluation(before, run_of(700), NAMESPACE, cuts=cuts).marks == (600,)
 
 
 def test_marks_of_a_very_long_conversation_are_the_lowest_and_the_newest() -> None:

@@ -13,11 +13,13 @@ from proxy.core.slots import (
     Empty,
     Known,
     Origin,
+    Slot,
     SlotPhase,
     SlotTable,
     Unknown,
     also_saved,
     live_reuse,
+    n_busy,
     shared_tokens,
 )
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
@@ -64,6 +66,7 @@ def test_live_reuse_of_the_same_prompt_evaluates_the_last_token_again() -> None:
     content = Known(run_of(10), NAMESPACE, restore_points=(6,))
     assert reused(ANY_PREFIX, content, NAMESPACE, run_of(10)) == (9, 9)
     assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == (6, 9)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(11)) == (10, 10)
 
 
 def test_live_reuse_of_a_diverging_prompt_goes_back_to_a_restore_point() -> None:
@@ -78,6 +81,7 @@ def test_live_reuse_beyond_an_unreported_tail_is_a_range() -> None:
     assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == (95, 107)
     assert reused(ANY_PREFIX, content, NAMESPACE, run_of(200)) == (100, 107)
     assert reused(ANY_PREFIX, content, NAMESPACE, run_of(103)) == (100, 102)
+    assert reused(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == (95, 95), "the tail is behind"
 
 
 @given(
@@ -115,10 +119,12 @@ def test_lease_of_a_leased_slot_raises_and_changes_nothing() -> None:
 def test_release_twice_leaves_the_slot_free_and_its_content_alone() -> None:
     table = SlotTable([Known(run_of(3), NAMESPACE)])
     table.lease(SlotId(0), now=1.0)
+    table[SLOT].destined, table[SLOT].answered_for = run_of(9), NAMESPACE
     table.release(SlotId(0), now=2.0)
     table.release(SlotId(0), now=3.0)
-    assert not table[SlotId(0)].is_leased
+    assert not table[SlotId(0)].is_leased and not table[SLOT].is_closing
     assert table[SlotId(0)].content == Known(run_of(3), NAMESPACE)
+    assert table[SLOT].n_held == 3
 
 
 def test_slot_that_was_given_back_is_the_same_slot_to_whom_waited_with_it() -> None:
@@ -133,8 +139,19 @@ def test_slot_that_was_given_back_is_the_same_slot_to_whom_waited_with_it() -> N
 def test_set_content_of_a_leased_slot_keeps_the_lease() -> None:
     table = SlotTable([Empty()])
     table.lease(SlotId(0), now=1.0)
-    table.set_content(SlotId(0), Unknown())
-    assert table[SlotId(0)].is_leased
+    for phase in (SlotPhase.READY, SlotPhase.RUNNING):
+        table[SLOT].phase = phase
+        table.set_content(SlotId(0), Unknown())
+        assert table[SLOT].phase is SlotPhase.PREPARING, "whatever ran there has ended"
+
+
+def test_slot_runs_no_request_that_its_lease_no_longer_serves() -> None:
+    after = {SlotPhase.PREPARING: SlotPhase.RUNNING, SlotPhase.READY: SlotPhase.RUNNING}
+    for phase in SlotPhase:
+        slot = Slot(SLOT, Empty(), phase)
+        slot.note_running()
+        assert slot.phase is after.get(phase, phase)
+        assert n_busy([slot]) == (phase not in (SlotPhase.FREE, SlotPhase.CLOSING))
 
 
 def test_file_tells_of_the_restore_points_that_a_slot_has_in_common_with_it() -> None:

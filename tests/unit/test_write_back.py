@@ -54,6 +54,8 @@ def test_write_back_of_a_slot_that_a_file_nearly_covers_is_not_due() -> None:
 
 def test_write_back_of_what_is_not_to_be_saved_is_not_due() -> None:
     assert not is_write_back_due(ANY_PREFIX, not_to_save(held(1000)))
+    assert not is_write_back_due(ANY_PREFIX, not_to_save(Unknown()))
+    assert not_to_save(Empty()) == Empty()
 
 
 def test_write_back_of_what_could_not_be_found_again_is_not_due() -> None:
@@ -97,10 +99,18 @@ def test_savable_point_elsewhere_is_the_slot_as_it_stands() -> None:
 
 def test_savable_point_under_end_only_keeps_the_places_before_it() -> None:
     content = Known(
-        run_of(1000), NAMESPACE, header=300, turn_start=950, last_cut=900, marks=(500, 900, 920)
+        run_of(1000),
+        NAMESPACE,
+        restore_points=(295, 900, 995),
+        header=300,
+        turn_start=950,
+        last_cut=900,
+        marks=(500, 900, 920),
+        conversation=bytes(24),
     )
     saved = at_savable_point(END_ONLY, content)
     assert (saved.header, saved.turn_start, saved.marks) == (300, 0, (500, 900))
+    assert (saved.restore_points, saved.conversation) == ((295, 900), b"")
 
 
 RATES = steady(500.0, 1e6)
