@@ -48,9 +48,10 @@ class Account:
         if self.n_reused is None:
             self.n_reused = timings.cache_n
         self.n_evaluated += timings.prompt_n
-        n_whole, seconds = timings.cache_n + timings.prompt_n, timings.prompt_ms / 1000
+        seconds = timings.prompt_ms / 1000
         if not seconds and rates.is_measured:
-            seconds = rates.evaluation_seconds(timings.cache_n, n_whole)
+            n_prompt = timings.cache_n + timings.prompt_n
+            seconds = rates.evaluation_seconds(timings.cache_n, n_prompt)
         self.evaluation_seconds += seconds
 
     def value(self, rates: Rates, fetch_seconds: float) -> None:

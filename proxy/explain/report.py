@@ -372,9 +372,10 @@ class Report:
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        saved, source = account.saved_seconds or 0.0, "restored" if account.n_restored else "live"
-        metrics.saved_seconds.labels(source).inc(max(0.0, saved))
-        metrics.lost_seconds.inc(max(0.0, -saved))
+        saved_seconds = account.saved_seconds or 0.0
+        source = "restored" if account.n_restored else "live"
+        metrics.saved_seconds.labels(source).inc(max(0.0, saved_seconds))
+        metrics.lost_seconds.inc(max(0.0, -saved_seconds))
 
     def went_ahead(self, request: "Request", n_evaluated: int, seconds: float) -> None:
         """Report tokens of the next prompt that were evaluated after the answer to a request."""

@@ -265,10 +265,11 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
 def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for kind in arguments.kind or (MEMORIES[-1:] if arguments.quick else MEMORIES):
         for load in arguments.load or (
-            (SWEPT,) if arguments.quick else [load for load in LOADS if load != LARGE]
+            (SWEPT,)
+            if arguments.quick
+            else [each for each in LOADS if each != LARGE and (kind, each) not in _TELLS_NOTHING]
         ):
-            if arguments.load or (kind, load) not in _TELLS_NOTHING:
-                yield kind, load
+            yield kind, load
 
 
 def main() -> int:

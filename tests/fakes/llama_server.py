@@ -142,9 +142,10 @@ class FakeLlamaServer:
         self.process = self._new_process()
         await self.listen()
 
-    def replace_process(self) -> None:
-        """Die and be back at once, empty."""
-        self.process.gone.set()
+    def replace_process(self, *, ends_calls: bool = True) -> None:
+        """Die and be back at once, empty; without *ends_calls* the old process still answers its last."""
+        if ends_calls:
+            self.process.gone.set()
         self.process = self._new_process()
 
     def hold(self, place: str, n_calls: int | None = None) -> Gate:

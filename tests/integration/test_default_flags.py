@@ -319,7 +319,7 @@ async def test_request_whose_process_is_replaced_while_another_slot_is_emptied_i
         before, gate = await rig.attached(), rig.server.hold("save", n_calls=1)
         asked = asyncio.ensure_future(rig.chat(next_question(messages, reply)))
         await gate.reached()
-        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        rig.server.replace_process(ends_calls=False)
         await until(lambda: rig.process not in (None, before))
         gate.open()
         assert (await asked).n_reused == 312

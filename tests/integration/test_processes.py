@@ -130,7 +130,7 @@ async def test_request_whose_process_is_replaced_during_a_save_is_planned_anew(
         gate = rig.server.hold("save", n_calls=1)
         asked = rig.begin_chat("a")
         await gate.reached()
-        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        rig.server.replace_process(ends_calls=False)
         await until(lambda: rig.process not in (None, before))
         gate.open()
         assert (await asked).n_reused == 308
@@ -145,7 +145,7 @@ async def test_request_whose_process_is_replaced_between_two_stops_evaluates_not
         messages = [{"role": "system", "content": text("system")}, *question("a")]
         asked = asyncio.ensure_future(rig.chat(messages))
         await gate.reached()
-        rig.server.process = rig.server._new_process()  # the old one ends its last call
+        rig.server.replace_process(ends_calls=False)
         await until(lambda: rig.process not in (None, before))
         n_before = len(rig.server.seen_at("evaluate"))
         gate.open()
