@@ -93,6 +93,9 @@ class Launches:
         turn = await self.turns.take() if process.clears_idle_slots else None
         with turn or nullcontext():
             if turn or process.is_overfull:
+                # The slots of a placement count as leased. When it is over, llama-server has emptied some.
+                while turn and process.queue.is_placing:  # noqa: ASYNC110 - it ends without an event
+                    await asyncio.sleep(_SHORT_LOOK_SECONDS)
                 # The start before may have emptied a slot just after it was saved.
                 await self._wait_for_saves()
                 with suppress(UpstreamFault):
@@ -216,9 +219,13 @@ class Launches:
             on_start()
 
         with turn, ExitStack() as ending:
-            watch = self._process.tasks.start(self._end_at_start(turn, before))
-            ending.callback(watch.cancel)
-            return await request.send(upstream, raw, started)
+            watching = self._process.tasks.start(self._end_at_start(turn, before))
+            ending.callback(watching.cancel)
+            try:
+                return await request.send(upstream, raw, started)
+            except asyncio.CancelledError:
+                await outlast_parsing(raw, watching)
+                raise
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""
@@ -240,6 +247,18 @@ DISCONNECT_SECONDS = 1.3
 """llama-server's look for gone clients, and some room."""
 _PARSED_TOKENS_PER_SECOND = 200_000
 _LOOK_SECONDS = 0.05
+
+
+def _parse_seconds(n_tokens: int) -> float:
+    return DISCONNECT_SECONDS + n_tokens / _PARSED_TOKENS_PER_SECOND
+
+
+async def outlast_parsing(raw: bytes, watching: "asyncio.Task[None]") -> None:
+    """Return when a request whose client left has begun, or cannot begin any more.
+
+    *watching* ends when some slot begins another task.
+    """
+    await asyncio.wait({watching}, timeout=_parse_seconds(len(raw) // BYTES_PER_TOKEN))
 
 
 async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_running: bool) -> None:
@@ -269,9 +288,8 @@ async def outlast(
     began = time.monotonic()
     is_told = await _is_busy(process, slot_ids) is not None
     latency_seconds = time.monotonic() - began  # a server short of time parses slowly too
-    parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
     if not (is_running and is_told):
-        await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
+        await asyncio.sleep(_parse_seconds(n_tokens) + 10 * latency_seconds)
     while await _is_busy(process, slot_ids) and not process.queue.is_closed:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_SECONDS)
 

@@ -17,7 +17,7 @@ from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased,
 from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused, replaced
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
-from proxy.serving.launches import LastTasks, begun_since, last_tasks, see_through
+from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast_parsing, see_through
 from proxy.tasks import Turn, wait_for
 
 _FIRST_LOOK_SECONDS = 0.005
@@ -48,7 +48,11 @@ class SimilarRequest(CachedRequest):
             before = await self._tasks_before(slot_id)
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
             ending.callback(watching.cancel)
-            answer = await self._send_as_it_is()
+            try:
+                answer = await self._send_as_it_is()
+            except asyncio.CancelledError:
+                await outlast_parsing(self._body.raw, watching)
+                raise
             is_over.set()
             # The next turn may come at once: it waits for this slot.
             self._process.slots[self._plan.slot_id].answered_for = self._prompt.namespace

@@ -1,9 +1,9 @@
 """What the scripted llama-server can be made to do wrong, and places where it can be held.
 
 A *place* is one kind of call: save, restore, erase, generate, evaluate (a generation of n_predict 0),
-chunk (a stream behind its first), event (half of a stream's first event is sent), answered (a generation's
-slot is idle, and a whole answer not sent yet), or the last part of a path: props, slots, models,
-lora-adapters, apply-template, tokenize, metrics.
+parse (a generation has no slot yet), chunk (a stream behind its first), event (half of a stream's first
+event is sent), answered (a generation's slot is idle, and a whole answer not sent yet), or the last part of
+a path: props, slots, models, lora-adapters, apply-template, tokenize, metrics.
 """
 
 import asyncio

@@ -91,6 +91,8 @@ class FakeLlamaServer:
         self.seen: list[Seen] = []
         self.n_evaluated = 0
         self.n_chunks_sent = 0
+        self.parsing: web.Request | None = None
+        """The request that was held at "parse" last."""
         self.n_processes = 0
         self.port = 0
         self._gates: dict[str, Gate] = {}
@@ -152,6 +154,11 @@ class FakeLlamaServer:
         """Stop the next *n_calls* calls at *place*, or all, until the gate is opened."""
         self._gates[place] = Gate(n_calls)
         return self._gates[place]
+
+    @property
+    def is_parsing_for_nobody(self) -> bool:
+        """Whether the client of the request that was held at "parse" last is gone."""
+        return self.parsing is not None and _is_gone(self.parsing)
 
     @property
     def held(self) -> frozenset[str]:
@@ -373,6 +380,9 @@ class FakeLlamaServer:
             return _error(500, f"parse error: {error}", "server_error")
         if not prompt:
             return _error(400, "the prompt is empty", "invalid_request_error")
+        if _n_predict(await request.read()) != 0 and (gate := self._gates.get("parse")):
+            self.parsing = request
+            await gate.arrive()
         slot = self._choose(-1 if shape is Shape.ANTHROPIC else body.get("id_slot", -1), prompt)
         async with slot.lock:
             slot.is_processing = True

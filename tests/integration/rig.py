@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from yarl import URL
 from proxy.core.conditions import DegradationKind
 from proxy.core.saving import is_write_back_due
 from proxy.servers import server as lifecycle
+from proxy.serving import launches
 from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
@@ -274,6 +276,12 @@ class Rig:
 def _is_ours(request: Seen) -> bool:
     """Return whether the proxy asked on its own behalf, for a canary."""
     return b'"n_probs"' in request.body
+
+
+def wait_for_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the start of the next request whose client leaves waited for until it is seen."""
+    seconds = chain([HANG_SECONDS], repeat(0.1))
+    monkeypatch.setattr(launches, "_parse_seconds", lambda n_tokens: next(seconds))
 
 
 async def hang_up(task: "asyncio.Task[Any]") -> None:

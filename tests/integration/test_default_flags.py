@@ -9,6 +9,7 @@ from proxy import app
 from proxy.core.model import SlotId
 from proxy.core.slots import Known
 from proxy.servers import background
+from proxy.serving import uncached
 from proxy.serving.saver import Saver
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
@@ -22,6 +23,8 @@ from tests.integration.rig import (
     hang_up,
     next_question,
     question,
+    wait_for_start,
+    with_image,
 )
 from tests.lab.waiting import HANG_SECONDS, until
 from tests.store.test_store import hold_writer
@@ -162,6 +165,33 @@ async def test_client_that_leaves_with_the_turn_passes_it_on(start_rig: StartRig
         assert (await rig.chat("a")).n_reused == 308
 
 
+async def test_no_slot_is_restored_while_a_request_whose_client_left_may_still_begin(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would empty the slot."""
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        for name in "ab":
+            await rig.chat(name)
+        process, gate = await rig.settled(), rig.server.hold("parse", n_calls=1)
+        body = {"prompt": " other words", "cache_prompt": False, "n_predict": 3}
+        leaving = asyncio.ensure_future(rig.post(COMPLETION, body))
+        await gate.reached()
+        wait_for_start(monkeypatch)
+        await hang_up(leaving)
+        await until(lambda: rig.server.is_parsing_for_nobody)
+        n_restored = len(rig.server.seen_at("restore"))
+        asked = rig.begin_chat("a")
+        await until(
+            lambda: (
+                process.launches.turns.n_waiting or len(rig.server.seen_at("restore")) > n_restored
+            )
+        )
+        assert len(rig.server.seen_at("restore")) == n_restored
+        gate.open()
+        assert (await asked).n_reused == 308
+        assert nothing_is_wrong(rig)
+
+
 async def test_abandoned_prompt_is_saved_before_the_next_start(start_rig: StartRig) -> None:
     async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
         rig.server.faults.chunk_seconds = 0.01
@@ -216,6 +246,35 @@ async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
         await until(lambda: process.launches.turns.is_taken)
         gate.open()
         assert (await asked).n_reused == 308
+
+
+async def test_slots_that_another_placement_emptied_are_seen_to_be_empty(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun_since = Gate(), uncached.begun_since
+
+    async def begun(*looked_at: Any) -> Any:
+        await gate.arrive()
+        return await begun_since(*looked_at)
+
+    monkeypatch.setattr(uncached, "begun_since", begun)
+    async with start_rig(n_slots=3, faults=clearing()) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        monkeypatch.setattr(rig.server, "_choose", lambda id_slot, _: rig.server.slots[id_slot])
+        rig.server.hold("chunk")
+        image = {"messages": with_image(question("b")), "stream": True, "max_tokens": 4}
+        placed = asyncio.ensure_future(rig.post("/v1/messages", image))
+        await gate.reached()
+        await until(lambda: not process.launches.turns.is_taken)
+        asked = rig.begin_chat("a")
+        await until(lambda: process.launches.turns.is_taken)
+        await process.slot_states()  # a look of the request, if it took one, is over too
+        gate.open()
+        rig.server.release("chunk")
+        assert (await asked).n_reused == 308
+        assert (await placed).status == 200
+        assert nothing_is_wrong(rig)
 
 
 async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:

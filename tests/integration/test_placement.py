@@ -26,7 +26,10 @@ from tests.integration.rig import (
     Messages,
     Reply,
     Rig,
+    hang_up,
     question,
+    text,
+    wait_for_start,
     with_image,
 )
 from tests.lab.waiting import until
@@ -135,6 +138,35 @@ async def test_equal_prompts_at_once_are_placed_one_after_the_other(
         await until(lambda: rig.n_occupied() == 0)
         assert rig.sample("drift_total") == 0
         assert await rig.reasons() == []
+
+
+async def test_no_slot_is_restored_while_a_prompt_whose_client_left_has_no_slot_yet(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server would choose the restored slot: that holds as much of the prompt, and has a lower id."""
+    saved, left = ([{"role": "user", "content": text("same") + text(name, 20)}] for name in "ab")
+    async with start_rig(n_slots=2) as rig:
+        await rig.chat(saved)
+        await rig.settled()
+        rig.server.replace_process()
+        process = await rig.attached()
+        rig.server.hold("chunk")
+        streaming = await begin_stream(rig, question("other"), "")
+        gate = rig.server.hold("parse", n_calls=1)
+        leaving = asyncio.ensure_future(rig.post(MESSAGES, claude(left)))
+        await gate.reached()
+        wait_for_start(monkeypatch)
+        await hang_up(leaving)
+        await until(lambda: rig.server.is_parsing_for_nobody)
+        rig.server.release("chunk")
+        assert (await streaming).status == 200
+        asked = asyncio.ensure_future(rig.chat(saved))
+        await until(lambda: asked.done() or process.queue.n_waiting)
+        before = rig.server.slots[1].id_task
+        gate.open()
+        assert (await asked).n_reused == 328
+        await rig.settled()
+        assert rig.server.slots[1].id_task > before
 
 
 async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: StartRig) -> None:
