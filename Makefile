@@ -205,7 +205,7 @@ bench-overhead: $(SETUP) llama-server models nginx
 bench-index: $(SETUP)
 	@$(BIN)/python -m tests.bench.index
 
-# What real builds of seven months learn, save and evaluate: the table in docs/llama-server.md (half an hour).
+# What real builds of seven months learn, save and evaluate: the table in docs/proof.md (half an hour).
 canary: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.canary --document
 

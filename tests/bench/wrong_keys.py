@@ -2,7 +2,7 @@
 
 A tenant's two conversations take turns on two slots. The wrong keys come alone first, so that every
 change of a slot and every byte written is theirs, then beside the tenant by turns. Prints its table of
-docs/benchmarks.md. Exit status 1 if a bar is missed.
+docs/reliability.md. Exit status 1 if a bar is missed.
 
 python -m tests.bench.wrong_keys [--seconds 60]
 """

@@ -1,6 +1,6 @@
 """Traces in the shapes of real clients: everything that they change in what they have sent before.
 
-All rows of the table in docs/stabilizers.md, one after the other, as if by one user in one repository.
+All rows of the table in docs/clients.md, one after the other, as if by one user in one repository.
 """
 
 from proxy.core.messages import Route
