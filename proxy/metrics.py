@@ -82,15 +82,16 @@ class Metrics:
     """All tasks of the proxy, those of open connections included."""
     prompt_tokens = _counter(source=("reused", "evaluated"))
     """Prompt tokens of requests that were looked up and answered, by whether llama-server found them
-    in its slot (reused) or had to evaluate them (evaluated).
+    in its slot (reused) or had to evaluate them (evaluated). What the proxy has evaluated ahead or for
+    a save counts as evaluated.
     """
     restored_tokens = _counter()
     """Reused prompt tokens that came from a restored checkpoint: without the proxy
     they would have been evaluated.
     """
     evaluation_seconds = _counter()
-    """Time llama-server spent evaluating these prompt tokens, as it reports it; by the speeds measured
-    here where it does not (/v1/messages).
+    """Time llama-server spent evaluating the evaluated prompt tokens, as it reports it; by the speeds
+    measured here where it does not (/v1/messages).
     """
     saved_seconds = _counter(source=("live", "restored"))
     """What evaluating the reused prompt tokens, still in a slot (live) or restored, would have
@@ -137,7 +138,9 @@ class Metrics:
     written_bytes = _counter()
     """Bytes that llama-server wrote into the directory, for checkpoints and for files not kept."""
     written_last_day_bytes = _gauge()
-    """Bytes that it wrote there within the last 24 hours, also before a restart of the proxy."""
+    """Bytes that llama-server wrote into the directory within the last 24 hours, also before a restart
+    of the proxy.
+    """
     write_limit_bytes = _gauge()
     """The budget for 24 hours, max_write_bytes_per_day; 0 if there is none."""
     save_seconds = _histogram()
@@ -155,11 +158,13 @@ class Metrics:
     shared_states = _counter(direction=("up", "down"))
     """States put into the shared store (up) or fetched (down)."""
     shared_bytes = _counter(direction=("up", "down"))
-    """Bytes of these transfers."""
+    """Bytes of the states put into the shared store (up) or fetched (down)."""
     shared_known_states = _gauge()
-    """States known to be there."""
+    """States that the shared store is known to have."""
     shared_fetches = _counter(result=("done", "late", "gone", "damaged", "failed", "dearer"))
-    """Fetches by result; late: evaluating is quicker by now; dearer: not begun for that."""
+    """Fetches from the shared store by result; late: given up, because evaluating was quicker by then;
+    dearer: not begun, because evaluating is quicker.
+    """
     shared_faults = _counter(operation=("list", "fetch", "upload", "delete"))
     """Failures of the shared store."""
     stabilized_requests = _counter(stabilizer=Name)
@@ -201,7 +206,7 @@ class Metrics:
     degraded = _gauge(kind=DegradationKind)
     """1 for each reason that /health names now."""
     degradations = _counter(kind=DegradationKind)
-    """How often each of these reasons has begun."""
+    """How often each reason that /health can name has begun."""
     cache_faults = _counter(stage=STAGES)
     """Faults that cost a request its speed, by what was being done."""
     served_models = _gauge(model=())

@@ -15,8 +15,10 @@ def alert_rules() -> list[dict[str, Any]]:
 
 
 def alerts_table() -> str:
-    """Return every alert with its cure, as a Markdown table."""
-    rows = ["| alert | what to do |", "|---|---|"]
+    """Return what every alert says, and its cure, as a Markdown table."""
+    rows = ["| alert | says | what to do |", "|---|---|---|"]
     for rule in alert_rules():
-        rows.append(f"| {rule['alert']} | {rule['annotations']['action']} |")
+        told = rule["annotations"]
+        says = told["summary"].partition("}}: ")[2]
+        rows.append(f"| {rule['alert']} | {says} | {told['action']} |")
     return "\n".join(rows) + "\n"
