@@ -419,8 +419,8 @@ async def measure_rule(process: Process, slot_id: SlotId) -> None:
 
     Raises CacheFault, and then keeps the earlier rule.
     """
-    await process.launches.clear_others()
     await process.saves.write_back(slot_id)
+    await process.launches.clear_others()  # which waits for slots that are closing, as this one is
     await process.erase(slot_id)
     process.slots.set_content(slot_id, TAINTED)
     process.queue.reconsider()  # no request need wait for this slot's earlier content

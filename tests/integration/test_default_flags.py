@@ -350,6 +350,22 @@ async def test_evaluating_ahead_loses_nothing_in_other_slots(
         assert (await rig.chat(next_question(messages, reply))).n_reused == 312
 
 
+async def test_self_test_in_a_slot_with_work_that_no_file_has_saves_it_and_ends(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        streaming = await generate_beside(rig, "a")
+        await rig.chat("b")
+        rig.server.release("chunk")
+        await streaming
+        await rig.running.pool.accounted()
+        process = await rig.attached()
+        assert all(isinstance(slot.content, Known) for slot in process.slots)
+        process.n_contradictions = process.n_contradictions_allowed
+        await until(lambda: rig.sample("self_tests_total", result="any prefix"))
+        assert [(await rig.chat(name)).n_reused for name in "ab"] == [308, 308]
+
+
 async def test_all_slots_are_saved_once_another_request_or_save_has_begun(
     start_rig: StartRig,
 ) -> None:
