@@ -306,8 +306,7 @@ class Ahead:
         chat, answer = request.chat, request.answer
         if not (account and prompt and chat and answer):
             return
-        named = request.keys, prompt.namespace
-        tokens = await process.reader.read_next(chat, answer.said(), *named)
+        tokens = await process.reader.read_next(chat, answer.said(), request.keys, prompt.namespace)
         cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
         slot = process.slots[account.plan.slot_id]
@@ -352,4 +351,6 @@ def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:
     """Lease a slot if nothing runs or starts; raises UpstreamUnreachable if the process is gone."""
     process.require_alive()
     is_busy = process.launches.turns.is_taken or any(slot.is_leased for slot in process.slots)
+    # A request whose prompt is read, or whose state is fetched, has no slot yet.
+    is_busy |= any(r.server == process.server_name for r in process.journal.in_flight.values())
     return None if is_busy else process.queue.try_lease(slot_id)

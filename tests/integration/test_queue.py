@@ -10,10 +10,11 @@ from proxy import app
 from proxy.core.model import SlotId
 from proxy.core.rates import Rates
 from proxy.core.slots import TAINTED, Known
+from proxy.servers import background
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, next_question, question
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 
 def who(request: Seen) -> str:
@@ -301,3 +302,32 @@ async def test_client_of_several_completions_does_not_wait_for_their_copies_to_e
                 assert reply.status == 200
         rig.server.release("evaluate")
         await rig.chat("b")
+
+
+async def test_nothing_is_evaluated_ahead_while_a_request_is_read(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came while another request ran, so that nothing was evaluated ahead that could give way."""
+    lease_if_idle, looks = background._lease_if_idle, list[Any]()
+
+    def look(*about: Any) -> Any:
+        looks.append(about)
+        return lease_if_idle(*about)
+
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(background, "_lease_if_idle", look)
+    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    async with start_rig(n_slots=1, **how) as rig:
+        gate, first = await occupy(rig)
+        reading = rig.server.hold("tokenize", n_calls=1)
+        asked = rig.begin_chat("a")
+        await reading.reached()
+        n_before = len(rig.server.seen)
+        gate.open()
+        await first
+        await until(lambda: looks)
+        reading.open()
+        await asked
+        places = [seen.place for seen in rig.server.seen[n_before:]]
+        assert "evaluate" not in places[: places.index("generate")]
