@@ -169,8 +169,7 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
         async with process.launches.turn():
             for slot in process.slots.free():
                 n_held = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
-                is_whole = n_held == prompt.n_tokens
-                if is_whole and (lease := process.queue.try_lease(slot.id)):
+                if n_held == prompt.n_tokens and (lease := process.queue.try_lease(slot.id)):
                     with lease:
                         save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
                         await process.finish(lease, save)

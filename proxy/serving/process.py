@@ -272,8 +272,8 @@ class Process(ServerServices):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._note_failure)
-            if not task.done():
-                lease.hand_over(task)
+            lease.hand_over(task)
+            self.queue.end_placement(lease, lease.reserved)  # the caller's request was not sent
             raise
 
     def _note_failure(self, task: "asyncio.Future[Any]") -> None:

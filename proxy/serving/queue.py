@@ -295,7 +295,8 @@ class SlotQueue:
 
     def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
         """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
-        self._placement = None
+        if self._placement is lease:
+            self._placement = None
         for slot_id in used:
             self.table[slot_id].note_running()
         self.take_back(lease, set(lease.held) - set(used))

@@ -123,6 +123,28 @@ async def test_leaving_before_an_uncached_request_was_sent_leaves_every_slot_kno
         assert all(isinstance(slot.content, Known) for slot in process.slots)
 
 
+async def test_slot_that_comes_free_once_the_client_of_a_request_has_left_unsent_stays_known(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        process = await rig.attached()
+        await rig.chat("b")
+        rig.server.hold("chunk")
+        streaming = rig.begin_chat("a", stream=True)
+        await until(lambda: rig.server.n_chunks_sent)
+        save = rig.server.hold("save", n_calls=1)
+        body = {"messages": with_image(HELLO)}  # llama-server may choose any slot for it
+        asked = asyncio.ensure_future(rig.post("/v1/messages", body))
+        await save.reached()
+        await hang_up(asked)
+        await until(lambda: any(slot.is_closing for slot in process.slots))
+        rig.server.release("chunk")
+        await streaming
+        await until(lambda: not any(slot.is_running for slot in process.slots))
+        save.open()
+        assert (await rig.chat("a")).n_reused == 308
+
+
 async def test_leaving_with_an_uncached_answer_leaves_the_other_slots_as_they_were(
     start_rig: StartRig,
 ) -> None:
