@@ -246,7 +246,8 @@ class Uploads:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._is_busy or self._wake.is_set() or (is_served and not self._listed):
-                    if self._remote.is_failing("upload", "list"):
+                    # What could not be deleted is noted for the next start.
+                    if self._remote.is_failing("upload", "list", *["delete"] * (not self._pending)):
                         return
                     await asyncio.sleep(0.02)
 

@@ -376,6 +376,21 @@ async def test_listing_is_whole_where_nothing_may_be_deleted(
         assert await a.tier.look(a.tier.remote.folder(OURS), is_full=True) > 0
 
 
+async def test_stop_does_not_wait_for_what_may_not_be_deleted(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise SharedStoreFault("access denied")
+
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        await until(lambda: a.sample("shared_faults_total", operation="delete"))
+        async with asyncio.timeout(HANG_SECONDS / 2):
+            await a.tier.uploads.drain(HANG_SECONDS)
+
+
 @pytest.mark.parametrize("capacity", [0, 1])
 async def test_tenant_that_is_unknown_under_a_new_key_file_holds_up_nothing(
     start: Start, tmp_path: Path, capacity: int
