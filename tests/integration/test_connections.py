@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from proxy import app
 from proxy.core.model import SlotId
 from proxy.errors import UpstreamLost, UpstreamUnreachable, in_words
+from proxy.llama import connection
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import CannotConnect, EventLoop, literal_address, new_session, read_most
 from tests.lab.waiting import HANG_SECONDS
@@ -121,6 +122,17 @@ async def test_post_without_a_body_tells_its_length_once(peer: Peer) -> None:
         headers = CIMultiDict({"content-length": "0"})  # as the client sent it
         async with await upstream.forward("POST", "/", headers, None) as answer:
             assert answer.status == 200
+
+
+async def test_client_that_leaves_while_a_connection_is_made_ends_it_once(peer: Peer) -> None:
+    """uvloop 0.22 had closed the descriptor already, which was another file's by then."""
+    address = literal_address(peer.url.removesuffix("/"))
+    assert address is not None
+    sending = asyncio.ensure_future(connection.send(address, "GET", "/", CIMultiDict(), b""))
+    await asyncio.sleep(0)  # it is connected, and uvloop has yet to say so
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
 
 
 async def test_nothing_was_sent_where_nobody_listens() -> None:
