@@ -177,12 +177,12 @@ class Remote:
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the shared states that share a prefix with *tokens*, by their hashes, the longest first.
 
-        What was quarantined here is not offered again.
+        What was quarantined here is not offered again, nor what is about to be deleted there.
         """
         if not self.known or not (folder := self.folder(namespace)):
             return
         seed = Namespace(bytes.fromhex(folder))
-        refused = self.refused.union(c.shared_id for c in self.store.quarantined)
+        refused = self.refused.union(c.shared_id for c in (*self.store.quarantined, *self.outdated))
         digest = cache(partial(hash_whole, seed, tokens))
         reaching = self.index.reaching(hash_steps(seed, tokens, objects.STEP_TOKENS), _MAX_FOUND)
         for checkpoint_id, n_steps in reaching.items():

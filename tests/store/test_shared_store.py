@@ -1279,6 +1279,25 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_goes_after_a
         await until(lambda: not objects_in(tmp_path / "shared"))
 
 
+async def test_state_that_is_deleted_is_not_fetched_before_it_is_gone_there(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes up goes first, which may take hours."""
+    is_let_go = asyncio.Event()
+    async with start("a") as a:
+        saved, delete = await a.save(run_of(3000)), a.tier.remote.delete
+
+        async def delete_late(checkpoint: Checkpoint) -> None:
+            await is_let_go.wait()
+            await delete(checkpoint)
+
+        monkeypatch.setattr(a.tier.remote, "delete", delete_late)
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        assert objects_in(tmp_path / "shared") and not await a.find(run_of(3000))
+        is_let_go.set()
+        await until(lambda: not objects_in(tmp_path / "shared"))
+
+
 async def test_state_that_ended_llama_server_is_not_offered_after_a_restart_either(
     start: Start,
 ) -> None:
