@@ -98,7 +98,7 @@ def unloads_models(method: str, path: str) -> bool:
 
     Read from server-models.cpp (router) and llama-swap's proxymanager.go.
     """
-    if method == "GET":
+    if method in ("GET", "HEAD", "OPTIONS"):
         return path == "/unload"
     is_of_router = path in ("/models", "/models/load", "/models/unload")
     return is_of_router or f"{path}/".startswith(UNLOAD_ONE)

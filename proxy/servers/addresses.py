@@ -421,7 +421,7 @@ class Addresses:
         elif model:
             hosted, named = await self.find(model, keys)
             if hosted is not None:
-                if method == "GET" and hosted.host.hides_names and named not in hosted.loaded:
+                if method != "POST" and hosted.host.hides_names and named not in hosted.loaded:
                     # Only llama-swap's configuration tells for which paths it loads a model.
                     await hosted.save_before("", named, keys)
                     yield [hosted.root]

@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,16 +407,21 @@ async def test_names_and_paths_at_a_swap(tmp_path: Path) -> None:
         assert (record["path"], record["chosen"]) == (CHAT, "live")
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_path_for_which_a_swap_loads_nothing_leaves_the_loaded_model_alone(
-    tmp_path: Path,
+    tmp_path: Path, method: str
 ) -> None:
     async with at_a_swap(tmp_path) as models:
         await models.ask("full", agent_requests(1, 0, header=[system(50)])[0])
-        path = "/upstream/hybrid/bundle.js"
-        async with models.rig.client.get(models.rig.base_url + path) as reply:
-            assert reply.status == 409 and "ignorePaths" in await reply.text()
+        ask = partial(models.rig.client.request, method)
+        async with ask(models.rig.base_url + "/upstream/hybrid/bundle.js") as reply:
+            assert reply.status == 409
+            assert method == "HEAD" or "ignorePaths" in await reply.text()
         assert models.loaded() == {"full"}
-        async with models.rig.client.get(f"{models.rig.base_url}/upstream/hybrid/props") as reply:
+        async with ask(models.rig.base_url + "/health?model=hybrid") as reply:
+            assert reply.status == 200 or method == "HEAD"
+        assert models.loaded() == {"full"}
+        async with ask(f"{models.rig.base_url}/upstream/hybrid/props") as reply:
             assert reply.status == 200
         assert models.loaded() == {"hybrid"}
 

@@ -11,6 +11,7 @@ from proxy.errors import UpstreamRefused
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.connection import new_session
 from proxy.llama.hosts import Models, Router, Swap
+from proxy.llama.requests import unloads_models
 from tests.lab.server import REPOSITORY
 
 BASE = "http://10.0.0.1:8080/prefix"
@@ -97,6 +98,14 @@ def test_path_of_thousands_of_parts_is_read_at_once() -> None:
 def test_path_of_a_router_names_no_model() -> None:
     path = "/upstream/author/model/v1/messages"
     assert Router.split_path(path, "asked", MODELS) == ("asked", path)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+def test_question_which_models_there_are_unloads_none(method: str) -> None:
+    """Before one is unloaded its slots are saved, once none of them is in use."""
+    assert unloads_models(method, "/unload")  # llama-swap takes HEAD for GET
+    assert not unloads_models(method, "/models")
+    assert unloads_models("DELETE", "/models") and unloads_models("POST", "/models/unload")
 
 
 def test_path_that_llama_swap_shortens_is_read_as_llama_server_gets_it() -> None:
