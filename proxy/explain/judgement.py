@@ -220,7 +220,7 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
         return Judgement(cause, n_missed, where.part, where.message)
     if n_unused > SLACK_TOKENS:
         return Judgement(_why_unused(served, rule), n_unused)
-    is_new = cause is Cause.FIRST_SIGHT or not n_reused
+    is_new = cause is Cause.FIRST_SIGHT or not n_reused or served.outcome is Outcome.MISS
     return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
 
 

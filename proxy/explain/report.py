@@ -250,7 +250,7 @@ class Inquiry:
         slot, now = (self._process.id, plan.slot_id), time.monotonic()
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
         n_reused = account.n_reused or 0
-        is_plain = account.failure is None and not account.n_restored
+        is_plain = n_reused > SLACK_TOKENS and account.failure is None and not account.n_restored
         is_all_reused = is_plain and plan.n_shared <= n_reused + SLACK_TOKENS
         if is_all_reused and (last := known.continued(new, n_reused)):
             found: _Found = Judgement(Cause.HIT), new, (last, last)
