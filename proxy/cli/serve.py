@@ -233,7 +233,8 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
         )
 
     if end := _serve(settings, run_server, launch):
-        if (path := launch.model_path) and not Path(path).exists():
+        # A wrapper's container may have the file, and a model that is loaded needs none.
+        if (path := launch.model_path) and "failed to open" in end and not Path(path).exists():
             end = f"there is no model file {path}"
         command.fail(end, command.Exit.LLAMA_SERVER_DIED)
 

@@ -299,7 +299,7 @@ def test_model_that_cannot_be_loaded_ends_the_run(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
     run.start()
     assert run.ended() == 70
-    assert "there is no model file /no/such/model.gguf" in run.log_text()
+    assert "failed to open GGUF file '/no/such/model.gguf'" in run.log_text()
     assert len(run.server_pids()) == 1
 
 
@@ -370,6 +370,20 @@ def test_download_that_fails_is_told_in_place_of_the_file(new_run: StartRun) -> 
     run.start()
     assert run.ended() == 70
     assert "failed to download model" in run.log_text()
+
+
+def test_file_that_only_a_container_has_is_not_blamed(new_run: StartRun, tmp_path: Path) -> None:
+    wrapper = tmp_path / "wrapper"
+    helps = f'[ "$1" = --help ] && exec {find_llama_server()} --help'
+    wrapper.write_text(f"#!/bin/sh\n{helps}\necho error: out of memory\nexit 1\n")
+    wrapper.chmod(0o700)
+    model = Path("/no/such/model.gguf")
+    run = new_run(model=model, program=wrapper, environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    said = run.log_text()
+    assert "exit status 1" in said and "out of memory" in said
+    assert "no model file" not in said
 
 
 def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_path: Path) -> None:
