@@ -109,7 +109,10 @@ def meta_of(
 
 
 def decode_meta(data: bytes) -> Meta:
-    """Return the content of a `.meta`; raises ValueError if *data* is none, or no index can hold it."""
+    """Return the content of a `.meta`.
+
+    Raises ValueError or RecursionError if *data* is none, or no index can hold it.
+    """
     meta = msgspec.msgpack.decode(data, type=Meta)
     record = meta.checkpoint
     if not (0 < record.n_tokens < 1 << 31 and 0 <= record.size_bytes < 1 << 51):

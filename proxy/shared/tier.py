@@ -152,7 +152,7 @@ class Tier:
         if entries:
             await self.remote.enter(*entries)
         for host in apart:
-            says = f"states of {host} are not used: {_APART}"
+            says = f"states of {host!r} are not used: {_APART}"
             self.remote.log.warning("states of another machine are not used", says=says)
         faults = [fault for fault in ended if fault]
         for fault in faults:  # a few records that cannot be read hide no others
@@ -170,7 +170,7 @@ class Tier:
             return objects.decode_meta(self.remote.sealing.open_whole(each.name, sealed))
         except Gone:
             return None
-        except (ValueError, StateDamaged) as error:
+        except (ValueError, RecursionError, StateDamaged) as error:
             self.remote.known.add(checkpoint_id)  # it is not read again
             if not (self._denied and isinstance(error, Denied)):  # one line for all, not thousands
                 told = {"name": each.name, "why": str(error)}

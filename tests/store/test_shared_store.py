@@ -263,6 +263,36 @@ async def test_record_of_impossible_parts_is_refused_and_hides_no_other(
         assert [c.checkpoint.shared_id for c in await b.find(tokens)] == [meta.stem]
 
 
+async def test_record_nested_too_deeply_is_refused_and_hides_no_other(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", sealing=Sealing()) as a, start("b", sealing=Sealing()) as b:
+        await a.save(tokens)
+        (meta,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".meta")
+        name = b"\xa5later"  # a field that this version does not know
+        fields = meta.read_bytes()[1:]
+        deep = bytes([meta.read_bytes()[0] + 1]) + name + b"\x91" * 5000 + b"\x00" + fields
+        meta.with_name("f" * 12 + meta.name[12:]).write_bytes(deep)
+        assert [c.checkpoint.shared_id for c in await b.find(tokens)] == [meta.stem]
+        assert await b.tier.look(b.tier.remote.folder(OURS), is_full=True), "a listing has failed"
+
+
+async def test_name_of_another_machine_writes_no_line_of_its_own_into_the_log(
+    start: Start, tmp_path: Path
+) -> None:
+    with capture_logs() as logs:
+        async with start("a", sealing=Sealing()) as a:
+            await a.save(run_of(3000))
+        (meta,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".meta")
+        told = msgspec.structs.replace(decode_meta(meta.read_bytes()), host="nas\n12:00  ready")
+        meta.write_bytes(msgspec.msgpack.encode(told))
+        async with start("b", sealing=Sealing(), canary=OTHER_CANARY) as b:
+            await b.find(run_of(3000))
+    (says,) = {line["says"] for line in logs if "another machine" in line["event"]}
+    assert "nas" in says and "\n" not in says
+
+
 async def test_only_what_a_write_has_left_there_is_swept(start: Start, tmp_path: Path) -> None:
     """Whoever may write to the folder can also lay a link there."""
     (elsewhere := tmp_path / "elsewhere").mkdir()
