@@ -71,8 +71,9 @@ class Stabilizing:
         request.rewrite(result.body, *names)
 
     def note_calls(self, request: Request) -> None:
-        """Remember the tool calls of an answer, as the model made them."""
-        if request.answer is None or NO_STORE in request.wishes:
+        """Remember the tool calls of an answer, as the model made them, if they will be restored."""
+        is_wanted = Name.RESTORE_TOOL_ARGUMENTS in self._switches
+        if not is_wanted or request.answer is None or NO_STORE in request.wishes:
             return
         tenant = request.tenant.hex()
         for call in request.answer.calls:
@@ -80,10 +81,9 @@ class Stabilizing:
 
     async def keep(self) -> None:
         """Write what was learned to the index; without it the next start's prompts would differ."""
-        store = self._services.opened_store
-        if store is not None and len(self._memory):
-            with suppress(StoreFault):
-                await store.put_value(_VALUE_NAME, self._memory.to_bytes())
+        if len(self._memory):
+            with suppress(StoreFault):  # also where no store is open
+                await self._services.store.put_value(_VALUE_NAME, self._memory.to_bytes())
 
     def _remembered(self) -> Memory:
         store = self._services.opened_store

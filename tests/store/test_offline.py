@@ -473,6 +473,18 @@ async def test_rm_without_a_proxy_tells_what_stays_in_the_shared_store(directory
     assert status == 0 and "copies stay in the shared store: 1" in output
 
 
+def test_index_made_anew_has_nothing_of_a_state_that_was_deleted(directory: Path) -> None:
+    """As docs/backup.md says under *Clean up*: LMDB leaves what it deletes where it lies."""
+    data, text = directory / "index" / "data.mdb", PROMPTS[1][-100:].tobytes()
+    (deleted,) = (c["id"] for c in listed(directory) if c["n_tokens"] == len(PROMPTS[1]))
+    assert run(directory, "rm", deleted)[0] == 0
+    assert text in data.read_bytes()
+    shutil.rmtree(data.parent)
+    with opened(directory) as store:
+        assert [checkpoint.n_tokens for checkpoint in store] == [len(PROMPTS[0])]
+    assert text not in data.read_bytes()
+
+
 def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None:
     first, second = (checkpoint["id"] for checkpoint in listed(directory))
     status, output = run(directory, "ls")

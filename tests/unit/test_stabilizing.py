@@ -144,6 +144,15 @@ async def test_cache_key_names_a_session_of_a_client_without_a_header(key: str) 
     assert await names("two", "abc", answered, *asked) == "acb"
 
 
+@pytest.mark.parametrize("switches", ["none", "safe, -restore_tool_arguments"])
+async def test_calls_that_nothing_restores_are_not_kept(switches: str) -> None:
+    stabilizers, _, _ = stabilizing(switches)
+    asked = await rewritten(stabilizers, request())
+    asked.answer = Answer(200, None, calls=(CallMade("toolu_1", "Bash", '{"command": "ls"}'),))
+    stabilizers.note_calls(asked)
+    assert len(stabilizers._memory) == 0
+
+
 async def test_nothing_is_learned_of_a_request_that_is_not_to_be_stored() -> None:
     stabilizers, _, _ = stabilizing("all")
     made = CallMade("toolu_1", "Bash", '{"command": "ls"}')
