@@ -1,7 +1,12 @@
 """deploy/kubernetes against Kubernetes' own schemas, and against what the proxy and the pages say."""
 
 import re
+import stat
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import kubernetes_validate
@@ -9,6 +14,7 @@ import pytest
 import yaml
 
 from proxy.settings import split_address
+from proxy.store.files import is_private
 from tests.documents.dashboard.tables import alert_rules
 from tests.documents.files import REPOSITORY
 from tests.lab.settings import load_settings
@@ -23,7 +29,7 @@ DOCUMENTS = {
 }
 MONITOR = DOCUMENTS["PodMonitor llama"]
 POD: dict[str, Any] = DOCUMENTS["StatefulSet llama"]["spec"]["template"]
-(LLAMA_SERVER,) = POD["spec"]["initContainers"]
+STATES, LLAMA_SERVER = POD["spec"]["initContainers"]
 (PROXY,) = POD["spec"]["containers"]
 
 
@@ -42,6 +48,7 @@ def test_what_the_schema_does_not_know_is_refused() -> None:
 def test_the_proxy_takes_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     written = DOCUMENTS["ConfigMap llama-prefix-cache"]["data"]["config.yaml"]
+    (tmp_path / "states").mkdir()
     path.write_text(written.replace("/slots", str(tmp_path)))
     settings = load_settings({}, {}, path)
     ports = {port["name"]: port["containerPort"] for port in PROXY["ports"]}
@@ -49,6 +56,10 @@ def test_the_proxy_takes_its_settings(tmp_path: Path) -> None:
     assert split_address(settings.admin)[1] == ports["admin"]
     assert f"--port={settings.upstream.rpartition(':')[2]}" in LLAMA_SERVER["args"]
     assert {"health", "metrics"} <= set(settings.admin_open.split(", "))
+    directory = settings.slot_save_path.replace(str(tmp_path), "/slots")
+    assert (
+        f"--slot-save-path={directory}" in LLAMA_SERVER["args"] and directory in STATES["command"]
+    )
 
 
 def test_all_that_is_named_is_there() -> None:
@@ -63,7 +74,7 @@ def test_all_that_is_named_is_there() -> None:
     claims = DOCUMENTS["StatefulSet llama"]["spec"]["volumeClaimTemplates"]
     volumes = {each["name"] for each in POD["spec"]["volumes"]}
     volumes |= {claim["metadata"]["name"] for claim in claims}
-    for container in (PROXY, LLAMA_SERVER):
+    for container in (PROXY, LLAMA_SERVER, STATES):
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
     for volume in POD["spec"]["volumes"]:
         if secret := volume.get("secret"):
@@ -82,3 +93,44 @@ def test_prometheus_has_the_pods_under_the_job_that_the_alerts_name() -> None:
 
 def test_llama_server_outlives_the_proxy() -> None:
     assert LLAMA_SERVER["restartPolicy"] == "Always"
+
+
+def test_only_the_pods_user_can_read_the_states(tmp_path: Path) -> None:
+    """A new file system is root's, mode 0755; fsGroup makes that 2775 (kubelet, SetVolumeOwnership)."""
+    tmp_path.chmod(0o2775)
+    command = [word.replace("/slots", str(tmp_path)) for word in STATES["command"]]
+    for _ in "ab":  # a pod that is started again has it already
+        subprocess.run(command, check=True)
+    (directory,) = tmp_path.iterdir()
+    assert is_private(stat.S_IMODE(directory.stat().st_mode))
+
+
+class Loading(BaseHTTPRequestHandler):
+    """Answers as a llama-server that loads its model for a while."""
+
+    n_asked = 0
+
+    def do_GET(self) -> None:
+        Loading.n_asked += 1
+        self.send_response(503 if Loading.n_asked == 1 else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+
+def test_a_pod_is_not_ready_before_llama_server_is() -> None:
+    """Else a rolling update would stop the next pod while the model of this one is loaded."""
+    _, *command = PROXY["startupProbe"]["exec"]["command"]
+    asked = LLAMA_SERVER["args"][1].partition("=")[2]
+
+    def status(port: int) -> int:
+        probe = [word.replace(asked, str(port)) for word in command]
+        return subprocess.run([sys.executable, *probe], stderr=subprocess.DEVNULL).returncode
+
+    with HTTPServer(("127.0.0.1", 0), Loading) as server:
+        port = server.server_address[1]
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert [status(port) for _ in range(2)] == [1, 0]
+        server.shutdown()
+    assert status(port) == 1, "nothing listens"
