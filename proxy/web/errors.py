@@ -62,15 +62,15 @@ def error_event(path: str, error: ProxyError) -> bytes:
 
     OpenCode, Kilo and pi try again only if the message has a status that says so.
     """
-    return _event(path, _own_error(error.status, f"{error} (status {error.status})"))
+    own = _own_error(error.status, f"{error} (status {error.status})")
+    return _event(path, own, error.status)
 
 
 def error_event_of(path: str, status: int, body: bytes) -> bytes:
     """Return llama-server's refusal as an event, for a client whose stream has begun already."""
     error = _read_error(body)
     if error is None:
-        message = f"llama-server answered {status} without a stream"
-        error = _own_error(status, message) | {"type": _TYPES[500][0]}
+        error = _own_error(status, f"llama-server answered {status} without a stream")
     return _event(path, error, status)
 
 
@@ -105,18 +105,19 @@ def _in_known_words(error: Error) -> Error:
     """Return a refusal of too long a prompt in the words of Anthropic, OpenAI and llama-server.
 
     OpenCode, pi and Hermes know llama-server's words; Claude Code, Kimi Code, qwen-code and vibe
-    Anthropic's; codex OpenAI's code, Continue and crewAI that code in the message, aider OpenAI's words.
+    Anthropic's; codex OpenAI's code, Continue and crewAI that code in the message, aider OpenAI's words,
+    and agents made with Fantasy the two numbers in those words.
     """
     if error.get("type") != _TOO_LONG:
         return error
-    n_ctx = error.get("n_ctx", 0)
-    anthropics = f"prompt is too long: {error.get('n_prompt_tokens', 0)} tokens > {n_ctx} maximum"
-    openais = f"{_OPENAIS_CODE}: this model's maximum context length is {n_ctx} tokens"
-    message = f"{anthropics} ({openais}; {_TOO_LONG}: {error['message']})"
-    return error | {"code": _OPENAIS_CODE, "message": message}
+    n_ctx, n_prompt = error.get("n_ctx", 0), error.get("n_prompt_tokens", 0)
+    words = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum ({_OPENAIS_CODE}: "
+    words += f"this model's maximum context length is {n_ctx} tokens, your messages resulted in "
+    words += f"{n_prompt} tokens; {_TOO_LONG}: {error['message']})"
+    return error | {"code": _OPENAIS_CODE, "message": words}
 
 
-def _event(path: str, error: Error, status: int = 500) -> bytes:
+def _event(path: str, error: Error, status: int) -> bytes:
     if is_anthropic(path):
         return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error, status)) + b"\n\n"
     if generation_route("POST", path) is Route.RESPONSES:
@@ -126,6 +127,8 @@ def _event(path: str, error: Error, status: int = 500) -> bytes:
         fields = {"type": "error", **told, "param": None, "sequence_number": 0}
         fields["error"] = {"type": kind, **told, "param": None}
         return b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
+    if status >= 500:  # in a stream crush tries again by the type, and knows only OpenAI's types
+        error = error | {"type": _TYPES[500][0]}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 
 

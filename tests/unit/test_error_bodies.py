@@ -76,6 +76,24 @@ def test_stream_that_breaks_off_ends_in_an_event_of_the_api() -> None:
     assert error_event(MESSAGES, gone).startswith(b'event: error\ndata: {"type":"error",')
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/completion"])
+def test_failure_that_passes_has_a_type_that_crush_knows_where_no_status_can_tell(
+    path: str,
+) -> None:
+    """Its library, Fantasy, tries again behind the types of OpenAI's errors only."""
+    gone, full = errors.ServerAway("it is so"), errors.TooManyRequests("it is so")
+    loading = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+    for event in (
+        error_event(path, gone),
+        error_event(path, full),
+        error_event_of(path, 503, json.dumps({"error": loading}).encode()),
+        error_event_of(path, 502, b"<html>"),
+    ):
+        assert json.loads(event[6:])["error"]["type"] == "server_error"
+    refused = error_event(path, ProxyError("it is so", 400))
+    assert json.loads(refused[6:])["error"]["type"] == "invalid_request_error"
+
+
 TOO_LONG = {
     "code": 400,
     "message": "request (160011 tokens) exceeds the available context size (65536 tokens)",
@@ -85,8 +103,8 @@ TOO_LONG = {
 }
 KNOWN_WORDS = (
     "prompt is too long: 160011 tokens > 65536 maximum (context_length_exceeded: this model's maximum "
-    "context length is 65536 tokens; exceed_context_size_error: request (160011 tokens) exceeds the "
-    "available context size (65536 tokens))"
+    "context length is 65536 tokens, your messages resulted in 160011 tokens; exceed_context_size_error: "
+    "request (160011 tokens) exceeds the available context size (65536 tokens))"
 )
 IN_KNOWN_WORDS = TOO_LONG | {"code": "context_length_exceeded", "message": KNOWN_WORDS}
 
