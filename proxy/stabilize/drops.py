@@ -26,7 +26,8 @@ from proxy.stabilize import model
 from proxy.stabilize.model import Draft, Json, Marks, is_of_model, is_text, plain_text, with_list
 
 _BILLING_HEADERS = re.compile(r"\A(?:x-anthropic-billing-header:[^\n]*(?:\n+|\Z))+")
-_MARK = "cache_control"
+_MARKS = frozenset(("cache_control", "copilot_cache_control"))
+"""Anthropic's field, and that of VS Code's Copilot, which marks messages for every server."""
 
 
 def drop_billing_header(draft: Draft) -> None:
@@ -57,8 +58,8 @@ def drop_cache_control_of_request(draft: Draft) -> None:
 def _unmarked(part: Any) -> Any:
     if not isinstance(part, dict):
         return part
-    if _MARK in part:
-        part = {key: value for key, value in part.items() if key != _MARK}
+    if not _MARKS.isdisjoint(part):
+        part = {key: value for key, value in part.items() if key not in _MARKS}
     return model.with_items(part, "content", _unmarked)
 
 

@@ -84,14 +84,15 @@ def test_billing_header_that_a_user_quotes_is_left_alone() -> None:
 # drop_cache_control
 
 
-def test_cache_control_is_dropped_where_the_api_puts_it_and_nowhere_else() -> None:
-    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-    schema = {"properties": {"cache_control": {"type": "string"}}}
+@pytest.mark.parametrize("name", ["cache_control", "copilot_cache_control"])
+def test_cache_control_is_dropped_where_the_api_puts_it_and_nowhere_else(name: str) -> None:
+    mark = {name: {"type": "ephemeral", "ttl": "1h"}}
+    schema = {"properties": {name: {"type": "string"}}}
     call = {"type": "tool_use", "id": "c", "name": "put", "input": dict(mark)}
     body = {
         "system": [{**text("Be brief."), **mark}],
         "messages": [
-            {"role": "assistant", "content": [{**call, **mark}]},
+            {"role": "assistant", "content": [{**call, **mark}], **mark},
             user({**result_of("c", [{**text("done"), **mark}]), **mark}),
         ],
         "tools": [{"name": "put", "input_schema": schema, **mark}],
