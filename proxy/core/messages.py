@@ -95,6 +95,7 @@ def n_leading_system(messages: list[Any]) -> int:
 
 def without_reminders(text: str) -> str:
     """Return a user's text without the reminders that agents added to it."""
+    text = text.replace("system_reminder>", "system-reminder>")  # crush writes it so
     # Behind the last end every tag would be a search to the end of the text.
     head, end, rest = text.rpartition(_REMINDER_END)
     return (_REMINDER.sub("", head + end) + rest).strip()

@@ -320,27 +320,19 @@ class Draft:
         ]
         self.messages = first + messages[n:]
 
-    @property
-    def system_text(self) -> str:
-        """The system prompt as one text."""
-        texts: list[str] = []
-
-        def note(text: str) -> str:
-            texts.append(text)
-            return text
-
-        self.rewrite_system(note)
-        return "\n".join(texts)
-
     # A conversation is identified by its system prompt without changing parts (dates, names of sessions,
-    # counts), and by its first user text without reminders and dates. The client's own name for the session
-    # distinguishes conversations that begin alike. The key is made when a stabilizer first needs the key,
-    # so that the changes of later stabilizers make no difference.
+    # counts), and by the user's first own text without dates: agents may put their surroundings into a
+    # message before. The client's own name for the session distinguishes conversations that begin alike.
+    # The key is made when a stabilizer first needs the key, so that the changes of later stabilizers make
+    # no difference.
 
     @cached_property
     def _conversation(self) -> str:
-        given = self.facts.tenant, self.facts.session, _what_lasts(self.system_text)
-        return key_of("conversation", *given, _without_dates(self._first_user_text()[:_MOST_CHARS]))
+        leading = self.messages[: n_leading_system(self.messages)]
+        parts = [self.body.get(self.system_field or ""), *(m.get("content") for m in leading)]
+        system = _what_lasts("\n".join(filter(None, map(_text_in, parts))))
+        own = _without_dates(self._first_user_text()[:_MOST_CHARS])
+        return key_of("conversation", self.facts.tenant, self.facts.session, system, own)
 
     @property
     def _n_first(self) -> int:
@@ -357,13 +349,17 @@ class Draft:
         return self.memory.get(key) if self._n_first < len(self.messages) else None
 
     def _first_user_text(self) -> str:
-        content = self.body.get(self.list_name)
-        if not isinstance(content, str):
-            users = (m for m in self.messages if m.get("role") == "user")
-            content = next(users, {}).get("content")
-        if not isinstance(content, str):
-            content = "\n".join(part["text"] for part in list_of(content) if is_text(part))
-        return without_reminders(content)
+        said = self.body.get(self.list_name)
+        users = (m.get("content") for m in self.messages if m.get("role") == "user")
+        texts = map(_text_in, [said] if isinstance(said, str) else users)
+        return next(filter(None, map(without_reminders, texts)), "")
+
+
+def _text_in(content: Any) -> str:
+    """Return the texts of a content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in list_of(content) if is_text(part))
 
 
 @lru_cache(_N_SYSTEM_PROMPTS)

@@ -187,6 +187,23 @@ def test_fresh_conversation_has_todays_date() -> None:
     assert sender.send(on("Mon Nov 23 2026"))["messages"][0] == fresh["messages"][0]
 
 
+@pytest.mark.parametrize("tag", ["system-reminder", "system_reminder"])
+def test_conversations_with_the_same_surroundings_are_told_apart_by_what_the_user_said(
+    tag: str,
+) -> None:
+    """Agents put their surroundings into a message of their own, crush a reminder spelled otherwise."""
+    sender = Sender(Name.STICKY_DATE)
+
+    def asked(day: int, prompt: str, *later: Any) -> dict[str, Any]:
+        system = {"role": "system", "content": f"Today's date: Nov {day} 2026"}
+        return {"messages": [system, user(f"<{tag}>Linux</{tag}>"), user(prompt), *later]}
+
+    first = sender.send(asked(21, "Fix it."))["messages"]
+    sender.send(asked(22, "Test it."))
+    later = sender.send(asked(22, "Fix it.", ANSWER, user("Go on.")))["messages"]
+    assert later[:3] == first
+
+
 @pytest.mark.parametrize(
     ("first", "later"),
     [

@@ -22,6 +22,7 @@ def said(*messages: tuple[str, Any]) -> dict[str, Any]:
         (said(("user", "<system-reminder>No\nsecrets</system-reminder>\nMend it")), "Mend it"),
         (said(("user", [{"type": "text", "text": "Mend"}, {"type": "image_url"}])), "Mend"),
         (said(("user", "<system-reminder>x</system-reminder>"), ("user", "Then")), "Then"),
+        (said(("user", "<system_reminder>x</system_reminder>"), ("user", "Then")), "Then"),
         ({"prompt": "Once upon \x1b[31ma time"}, "Once upon [31ma time"),
         (said(("user", '"Mend it"\n')), "Mend it"),
         (said(("user", '"a" is "b", not c')), '"a" is "b", not c'),
