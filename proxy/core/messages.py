@@ -228,7 +228,10 @@ def _is_aside(new: Chat, old: Chat) -> bool:
 def _going_on(new: Chat, old: Chat) -> Kind:
     """Return the kind of a request that begins with all messages of the *old* one."""
     added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
-    if len(old.roles) == 1 and _is_aside(new, old):
+    is_same_system = new.header[DIGEST_BYTES:] == old.header[DIGEST_BYTES:]
+    # crush asks for a summary behind the whole conversation, under another system prompt. An agent's last
+    # step may have no tools, either.
+    if _is_aside(new, old) and not (is_same_system and len(old.roles) > 1):
         return Kind.SIDE
     if not added and len(old.roles) == 1 and new.header != old.header:
         return Kind.FIRST  # the same words begin another conversation

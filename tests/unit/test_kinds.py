@@ -58,6 +58,8 @@ def turn(named: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> 
         ("s2 u9", {"tools": ""}, Kind.SIDE),
         ("s2 u1", {"tools": ""}, Kind.SIDE),
         ("s2 u1 u9", {"tools": ""}, Kind.SIDE),
+        (f"s2 {MAIN[2:]} a3 u9", {"tools": ""}, Kind.SIDE),  # crush asks for a summary
+        (f"{MAIN} a3 u9", {"tools": ""}, Kind.USER_TURN),  # smolagents, after its last step
         ("s2 u9", {"tools": "others"}, Kind.FIRST),
     ],
 )
