@@ -101,13 +101,14 @@ async def attach(
         process.is_one_tenant = not process.asks_for_key if shares is None else shares
         if process.is_one_tenant:
             process.tenants.add(b"")
+        process.takes_completions = not await process.upstream.dies_of_completions()
+        if not process.takes_completions:
+            process.clears_idle_slots = False  # the trial below would be a completion
+            raise CannotCache(DegradationKind.ONLY_EMBEDDINGS)
         if process.opened_store is None:
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-        if await process.upstream.dies_of_completions():
-            process.clears_idle_slots = False  # the trial below would be a completion
-            raise CannotCache(DegradationKind.ONLY_EMBEDDINGS)
         await _identify(process, props, launch)
     except CannotCache as obstacle:
         process.obstacle = obstacle

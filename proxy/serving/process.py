@@ -64,6 +64,7 @@ class Process(ServerServices):
     # What llama-server and its flags tell.
     n_ctx: int
     takes_media: bool  # whether it takes images or sounds
+    takes_completions: bool = True  # else it ends at the first one
     has_ram_cache: bool  # whether it may keep prompts outside its slots
     shares_cells: bool = False  # whether all slots share the cells of one context (--kv-unified)
     adapters: list[LoraAdapter] = field(default_factory=list)  # with their scales

@@ -129,7 +129,8 @@ class UncachedRequest:
         """Save what would be lost, and erase what may not be reused; return False if that failed."""
         cleared: set[SlotId] = set()
         is_clear = True
-        while left := set(lease.held) - cleared:  # slots may join the lease meanwhile
+        # Slots may join the lease meanwhile. One that cannot be erased is overwritten by a completion.
+        while self._process.takes_completions and (left := set(lease.held) - cleared):
             for slot_id in left:
                 is_clear &= await self._clear(lease, slot_id)
             cleared |= left

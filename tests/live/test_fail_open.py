@@ -61,6 +61,9 @@ async def test_index_of_another_format_is_named_and_requests_are_served(
         assert health["state"] == "forwarding"
         assert [reason["kind"] for reason in health["reasons"]] == ["store not open"]
         assert "has format 99" in health["reasons"][0]["reason"]
+    async with start_rig("full", extra_args=("--embeddings",)) as rig:
+        await rig.reasons_are("store not open", "only embeddings")
+        assert not rig.server.has_died
 
 
 async def test_damaged_index_is_made_anew_before_requests_are_served(
@@ -198,15 +201,19 @@ async def test_gone_server_is_named_in_the_shape_of_the_api(start_rig: StartRig)
             assert "llama-prefix-cache: llama-server" in error["error"]["message"]
 
 
+@pytest.mark.parametrize("has_slot_save_path", [True, False])
 async def test_llama_server_that_a_completion_would_end_makes_embeddings(
-    start_rig: StartRig,
+    start_rig: StartRig, has_slot_save_path: bool
 ) -> None:
-    async with start_rig("full", extra_args=("--embeddings",), is_new=True) as rig:
+    """Without --slot-save-path no slot can be erased."""
+    how: dict[str, Any] = {"has_slot_save_path": has_slot_save_path, "is_new": True}
+    async with start_rig("full", extra_args=("--embeddings",), **how) as rig:
         await rig.reasons_are("only embeddings")
         wanted = {"content": "one sentence"}
         _, direct = await asyncio.to_thread(rig.server.request, "POST", "/embeddings", wanted)
         async with rig.client.post(rig.base_url + "/embeddings", json=wanted) as reply:
             assert await reply.json() == direct
+        assert not rig.server.has_died
         health = await rig.health()
         assert (health["state"], len(health["reasons"])) == ("caching", 1)
 
