@@ -42,10 +42,10 @@ _OTHER_TEXTS = ("1 header", "Zheader")
 """Two user texts to render instead of the user's own; no text begins like both."""
 _OTHER_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": t} for t in _OTHER_TEXTS]
 
-_MARKUP = re.compile(r"[^\w\s].*[^\W\d_].*[^\w\s]")
+_MARKUP = re.compile(r"[!-/:-@[-^`{-~].*[^\W\d_].*[!-/:-@[-^`{-~]")
 """The text of a special token, `<|im_start|>` or `[INST]`: vocabularies split letters from signs, so that
-no other token looks like it; `}_{` does not. Some stay whole even where llama-server does not parse special
-tokens."""
+no other token looks like it; `}_{` does not. The signs are of ASCII: vowel signs of Hindi or Tamil are no
+letters for Python. Some stay whole even where llama-server does not parse special tokens."""
 _SEARCHED_TOKENS = 24
 """How far back from the end of a text its last special token is looked for."""
 
@@ -364,7 +364,6 @@ class KnownTexts:
         self.ends: LRUCache[tuple[Namespace, str], dict[int, int]] = LRUCache(_N_TEXTS)
         """How many tokens the last n bytes of a text are, for each n at which a token begins."""
         self._mark = "", 0
-        self._is_wrong = False
         self.n_spliced = 0
 
     async def tokenize(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds:
@@ -381,7 +380,7 @@ class KnownTexts:
         return tokens
 
     async def _choose_mark(self, text: str, headers: Headers) -> None:
-        if self._is_wrong:
+        if not self._texts.maxlen:
             return
         with suppress(UpstreamFault):
             ending = text[-_SEARCHED_CHARACTERS:]
@@ -393,9 +392,8 @@ class KnownTexts:
         """Return whether a text was tokenized wrongly; if so, all later texts are tokenized as a whole."""
         if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
             return False
-        self._texts.clear()
+        self._texts = deque(maxlen=0)  # requests on their way would bring wrong tokens back
         self.ends.clear()
-        self._mark, self._is_wrong = ("", 0), True
         return True
 
     async def _splice(self, text: str, headers: Headers, namespace: Namespace) -> TokenIds | None:
