@@ -55,7 +55,7 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
         return content.can_be_adopted and rule.can_restore
     if not isinstance(content, Known) or not rule.can_restore:
         return False
-    if content.is_aside or content.is_given_up:
+    if content.is_aside or content.is_given_up or not content.can_be_adopted:
         return False
     savable = at_savable_point(rule, content)
     n_useful = rule.end_holds_from if rule.is_end_only else 0

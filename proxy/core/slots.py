@@ -41,6 +41,7 @@ class Empty:
 
     origin: ClassVar = EVALUATED
     tenant: ClassVar = None
+    can_be_adopted: ClassVar = True
     n_points_at_most: ClassVar = 0
 
 
@@ -90,6 +91,8 @@ class Known:
     is_aside: bool = False  # of a side call: never continued, so not saved, and nothing to lose
     is_given_up: bool = False
     """Not to be saved before the slot's next request, because its save failed or is not wanted."""
+    can_be_adopted: bool = True
+    """False after a request of which nothing may be saved: the slot is erased when the proxy ends."""
 
     @property
     def tenant(self) -> Namespace:

@@ -13,7 +13,7 @@ from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, Unknown, n_busy, not_to_save, shared_tokens
+from proxy.core.slots import Known, Slot, SlotPhase, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in, verify
@@ -133,13 +133,14 @@ async def _drain(process: Process, seconds: float) -> None:
     Slots that must not be saved are erased: the next proxy would take their states for what their tokens
     say, and save them.
     """
-    free = process.slots.free() if process.can_cache else ()
-    ids = [s.id for s in free if isinstance(s.content, Unknown) and not s.content.can_be_adopted]
+    if not process.can_cache:
+        return
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds), process.launches.turn():
-            await asyncio.gather(*map(process.empty, ids))
             process.saves.take_up_postponed()
-            await asyncio.shield(_begin_saves(process, None))
+            saving = asyncio.shield(_begin_saves(process, None))
+            unwanted = [slot.id for slot in process.slots.free() if not slot.content.can_be_adopted]
+            await asyncio.gather(saving, *map(process.empty, unwanted))
     if saves := process.saves.under_way.copy():
         await asyncio.wait(saves, timeout=seconds)
         n_saved = sum(task.done() and task.result() is not None for task in saves)

@@ -11,7 +11,7 @@ import msgspec
 
 from proxy.core.messages import Conversation, Kind, Route
 from proxy.core.model import Prompt, salted_tenant
-from proxy.core.slots import Content, Known, not_to_save
+from proxy.core.slots import Content, Known, Unknown
 from proxy.core.tokens import Namespace
 from proxy.explain.judgement import NOT_JUDGED, Account, Judgement
 from proxy.explain.sketch import words_of
@@ -148,8 +148,10 @@ class Request:
     def as_left(self, content: Content) -> Content:
         """Return a slot's content, marked as not to be saved after a side call or under no_store."""
         if isinstance(content, Known) and self.kind is Kind.SIDE:
-            return replace(content, is_aside=True)
-        return not_to_save(content) if NO_STORE in self.wishes else content
+            content = replace(content, is_aside=True)
+        if isinstance(content, Known | Unknown) and NO_STORE in self.wishes:
+            content = replace(content, can_be_adopted=False)
+        return content
 
     async def send(
         self, upstream: LlamaServer, raw: bytes, on_start: OnStart = do_nothing

@@ -289,6 +289,9 @@ async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: Sta
         n_evaluated = len(rig.server.seen_at("evaluate"))
         await asyncio.sleep(0.2)  # it is attached again and again, but looked at once
         assert len(rig.server.seen_at("evaluate")) == n_evaluated
+        with (await rig.attached()).launches.turns.join():
+            async with asyncio.timeout(HANG_SECONDS):
+                await rig.running.pool.drain(10 * HANG_SECONDS)  # waits for no turn
 
 
 async def test_server_without_slot_actions_refuses_erases_for_the_reason_that_is_told(

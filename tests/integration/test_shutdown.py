@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from proxy.cli.serve import _serve_until_told
+from proxy.core.slots import TAINTED, Empty
 from proxy.log import configure_logging
 from proxy.settings import Settings
 from proxy.tasks import Tasks
@@ -131,6 +132,31 @@ async def test_dirty_slots_are_saved_at_shutdown(start_rig: StartRig) -> None:
         await rig.stop_proxy()
         await rig.start_proxy()
         assert rig.checkpoints == [("conversation", 312)] * 2
+
+
+async def test_slots_are_saved_at_shutdown_though_another_is_not_erased_in_time(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        other = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
+        process.slots.set_content(other, TAINTED)
+        rig.server.hold("erase")
+        await rig.running.pool.drain(LITTLE_SECONDS)
+        assert process.saves.under_way or rig.checkpoints
+        rig.server.release("erase")
+        await until(lambda: rig.checkpoints == [("conversation", 312)])
+
+
+async def test_next_proxy_stores_nothing_of_a_request_that_is_not_to_be_stored(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2) as rig:
+        await rig.chat("a", cache={"no_store": True})
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert rig.checkpoints == []
 
 
 async def test_save_under_way_is_finished_at_shutdown(start_rig: StartRig) -> None:
