@@ -258,7 +258,7 @@ _BEHIND = rf"(?: \(\d\))?(?:(?:T|,? (?:at |[—–-] )?){_CLOCK})?"
 _MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)(?: \({_DAY_OF_WEEK}\))?"
 DATE = re.compile(
     r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: (?:and|&) time)?|Today|Conversation started)"
-    r"(?: is)?:? |<current_date>"
+    r"(?: is)?:? |<current_(?:date|time)>"
     # Any sentence may begin like this: only a whole date or time may follow.
     r"|\b(?:It is(?: now| currently)?|Now|Date|Time|UTC|(?:The )?current time|The time)(?: is)?:?\s"
     rf"(?={_MOMENT}))"

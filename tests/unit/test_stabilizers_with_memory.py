@@ -230,6 +230,10 @@ def test_conversations_with_the_same_surroundings_are_told_apart_by_what_the_use
             "The current date is: Sunday, November 22, 2026.",
         ),
         ("<current_date>2026-11-21</current_date>", "<current_date>2026-11-22</current_date>"),
+        (
+            "<current_time>2026-11-21 14:03:17.123456</current_time>",
+            "<current_time>2026-11-22 09:15:00.654321</current_time>",
+        ),
         ("- UTC: 2026-06-19T00:21:07.123Z", "- UTC: 2026-06-20T10:21:07.456Z"),
         (
             "## Current Time\n2026-11-21 14:03 (Saturday)",

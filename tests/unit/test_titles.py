@@ -23,6 +23,10 @@ def said(*messages: tuple[str, Any]) -> dict[str, Any]:
         (said(("user", [{"type": "text", "text": "Mend"}, {"type": "image_url"}])), "Mend"),
         (said(("user", "<system-reminder>x</system-reminder>"), ("user", "Then")), "Then"),
         (said(("user", "<system_reminder>x</system_reminder>"), ("user", "Then")), "Then"),
+        (
+            said(("user", "<current_datetime>2026-11-21T14:03:17Z</current_datetime>\n\nMend it")),
+            "Mend it",
+        ),
         ({"prompt": "Once upon \x1b[31ma time"}, "Once upon [31ma time"),
         (said(("user", '"Mend it"\n')), "Mend it"),
         (said(("user", '"a" is "b", not c')), '"a" is "b", not c'),
