@@ -10,6 +10,7 @@ from proxy.core.model import SlotId
 from proxy.core.slots import Known
 from proxy.servers import background
 from proxy.serving import uncached
+from proxy.serving.launches import begun_since
 from proxy.serving.saver import Saver
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
@@ -251,7 +252,7 @@ async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
 async def test_slots_that_another_placement_emptied_are_seen_to_be_empty(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, begun_since = Gate(), uncached.begun_since
+    gate = Gate()
 
     async def begun(*looked_at: Any) -> Any:
         await gate.arrive()
