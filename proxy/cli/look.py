@@ -99,9 +99,11 @@ def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
     by = f"  by {_visible(request.server)}" if request.server else ""
-    # The cause decides: a miss may have reused something, and a first sight is no miss.
+    # The cause decides: a miss may have reused something, and a first sight is no miss. Nor is a request
+    # that has reused all of the few tokens that its conversation had.
     others = {Cause.FIRST_SIGHT: "new", Cause.REFUSED: f"refused (status {request.status})"}
     named = "miss" if request.cause.is_miss else others.get(request.cause, request.outcome)
+    named = "hit" if (named, request.cause) == ("miss", Cause.HIT) else named
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     kind = f"  {request.kind.value}" if request.kind else ""
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]

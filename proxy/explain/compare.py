@@ -128,9 +128,9 @@ class _Pair:
         return self.at is not None and is_such(self.new.text, self.old.text, self.at)
 
 
-def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> Change:
+def find_change(new: Rendering, old: Rendering, *, is_same: bool) -> Change:
     """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
-    pair = _Pair(new, old, is_same=is_same_conversation)
+    pair = _Pair(new, old, is_same=is_same)
     cause, place, at = _cause(pair), (pair.part, pair.message), pair.at
     if at is None:
         return cause, Divergence(*place)

@@ -191,12 +191,14 @@ class Past:
     """The facts about a new prompt that known prompts give.
 
     Its first `n_common` tokens were evaluated before. Without a change by the client, that would hold for
-    its first `n_like` tokens. `loss` says why their state is gone, if that was noted.
+    its first `n_like` tokens. `loss` says why their state is gone, if that was noted, and `is_same` whether
+    they are of the same conversation.
     """
 
     n_common: int = 0
     n_like: int = 0
     loss: Loss = NO_LOSS
+    is_same: bool = False
 
 
 def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Judgement:
@@ -220,7 +222,8 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
         return Judgement(cause, n_missed, where.part, where.message)
     if n_unused > SLACK_TOKENS:
         return Judgement(_why_unused(served, rule), n_unused)
-    is_new = cause is Cause.FIRST_SIGHT or not n_reused or served.outcome is Outcome.MISS
+    is_template = served.outcome is Outcome.MISS and not past.is_same
+    is_new = cause is Cause.FIRST_SIGHT or not n_reused or is_template
     return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
 
 
@@ -236,14 +239,15 @@ def judge_prompt(
     if compared and not compared.is_same_conversation and compared.n_common < n_stored:
         compared = None  # what is left of this conversation says more than another one
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
-    past, change, where = Past(0, n_like), None, Divergence()
+    is_same = compared is not None and compared.is_same_conversation
+    past, change, where = Past(0, n_like, is_same=is_same), None, Divergence()
     if nearest is not None:
         loss, (process_id, slot_id) = nearest.known.loss, nearest.known.slot
         if loss is NO_LOSS and process_id not in leased:
             loss = Cause.RESTART, nearest.n_common
         elif loss is NO_LOSS and process_id != new.slot[0] and slot_id in leased[process_id]:
             loss = Cause.IN_USE, nearest.n_common
-        past = Past(nearest.n_common, n_like, loss)
+        past = replace(past, n_common=nearest.n_common, loss=loss)
     n_unused = max(_n_known(served, past), n_like) - (served.n_reused or 0)
     if compared is not None and served.failure is None and n_unused > SLACK_TOKENS:
         if change := _change(new, compared):
@@ -251,12 +255,12 @@ def judge_prompt(
             if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
                 # All behind a change in the newest message is new, unless a client put an id in front.
                 past = replace(past, n_like=compared.n_common)
-            elif not compared.is_same_conversation and where.part in HEADER:
+            elif not is_same and where.part in HEADER:
                 past = replace(past, n_like=min(n_like, served.plan.cuts.header or n_like))
     return msgspec.structs.replace(
         judge(served, rule, past, change),
         divergence=where if where.part is not PromptPart.NOWHERE else None,
-        is_same_conversation=compared is not None and compared.is_same_conversation,
+        is_same_conversation=is_same,
     )
 
 
@@ -267,8 +271,7 @@ def _change(new: KnownPrompt, compared: Match) -> Change | None:
     is_bare = not new.sketch.messages
     if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
         return None
-    is_same = compared.is_same_conversation
-    return find_change(new.rendering, known.rendering, is_same_conversation=is_same)
+    return find_change(new.rendering, known.rendering, is_same=compared.is_same_conversation)
 
 
 def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:

@@ -111,9 +111,9 @@ class Journal:
         self.past.today = sums_at(self.past.today, time.time())
         return self.past.today
 
-    def shown(self, words: str) -> str:
-        """Return a conversation's first words if text is kept."""
-        return words if self.keep == "text" else ""
+    def shown(self, text: str) -> str:
+        """Return a text, such as a conversation's first words, if text is kept."""
+        return text if self.keep == "text" else ""
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
@@ -245,12 +245,11 @@ class Inquiry:
         if self._found is not None and self._found[0] == facts:
             return self._found[1]
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
-        is_text_kept = self._journal.keep == "text"
-        rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
+        rendering = Rendering(self._body.fields, self._journal.shown(prompt.text))
         slot, now = (self._process.id, plan.slot_id), time.monotonic()
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
         n_reused = account.n_reused or 0
-        is_plain = n_reused > SLACK_TOKENS and account.failure is None and not account.n_restored
+        is_plain = account.failure is None and not account.n_restored
         is_all_reused = is_plain and plan.n_shared <= n_reused + SLACK_TOKENS
         if is_all_reused and (last := known.continued(new, n_reused)):
             found: _Found = Judgement(Cause.HIT), new, (last, last)

@@ -278,6 +278,12 @@ def test_explanation_names_the_llama_server_where_there_are_several() -> None:
     assert first_line(None) == "hit  5f0c1a2b  /v1/messages"
 
 
+def test_request_that_has_reused_all_that_was_known_is_not_called_a_miss() -> None:
+    few = msgspec.structs.replace(record(None, 60, 900), outcome="miss")
+    told = explanation_text(Explanation(request=few, says="", cure="")).plain.splitlines()
+    assert told[0].startswith("hit  ") and "cause: hit" in told
+
+
 def test_error_that_is_explained_has_nothing_that_a_terminal_obeys() -> None:
     why = {"cause": Cause.REFUSED, "why": "Unexpected message role: \x1b[31m"}
     refused = msgspec.structs.replace(record(None, 0, 0), **why)

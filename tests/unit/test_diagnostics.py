@@ -34,7 +34,7 @@ def judged(mutation: Mutation, route: Route) -> Judgement:
     new, old = rendered(mutation.body()), rendered(base(mutation.api))
     if goes_on(new.sketch, old.sketch):
         return Judgement(Cause.HIT)
-    cause, where = find_change(new, old, is_same_conversation=True)
+    cause, where = find_change(new, old, is_same=True)
     assert cause.is_miss
     return Judgement(cause, N_KNOWN, where.part, where.message)
 

@@ -45,7 +45,7 @@ def seen(
 def change(
     new: Rendering, old: Rendering, *, is_same: bool = True
 ) -> tuple[Cause, PromptPart, int | None]:
-    found, where = find_change(new, old, is_same_conversation=is_same)
+    found, where = find_change(new, old, is_same=is_same)
     return found, where.part, where.message
 
 

@@ -48,9 +48,22 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
     assert cause(NOTHING, Past()) is Cause.FIRST_SIGHT
     assert cause(SERVED, KNOWN, NEW) is Cause.FIRST_SIGHT
     assert cause(SERVED, KNOWN, DATE) is Cause.HIT  # all of it was reused, whatever differs
+
+
+def test_first_words_of_a_template_are_first_sight_unless_they_are_all_of_the_conversation() -> (
+    None
+):
     few, more = (served(n, n, Why.LIVE_LONGEST) for n in (64, 65))
     assert (few.outcome, cause(few, Past(64, 64))) == ("miss", Cause.FIRST_SIGHT)
     assert (more.outcome, cause(more, Past(65, 65))) == ("hit", Cause.HIT)
+    assert cause(few, Past(64, 64, is_same=True)) is Cause.HIT
+    new = known_prompt("So.", "One.", "Two.", "Sing of the sea. " * 20)
+    for is_same, expected in ((False, Cause.FIRST_SIGHT), (True, Cause.HIT)):
+        match = Match(known_prompt("So.", "One."), 34, is_same_conversation=is_same)
+        plan = Plan(Start(SlotId(0), 34, 34), why=Why.LIVE_LONGEST, n_shared=34)
+        account = Account(plan, len(new.tokens), n_reused=34)
+        found = judge_prompt(new, (match, match), account, POINTS, {"process": ()})
+        assert (found.cause, found.is_same_conversation) == (expected, is_same)
 
 
 @pytest.mark.parametrize(

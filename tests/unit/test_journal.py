@@ -118,18 +118,18 @@ def test_every_cause_has_words() -> None:
     assert {cause.stabilizer for cause in Cause if cause.stabilizer} < set(Name)
 
 
-def test_conversation_of_few_tokens_that_goes_on_in_its_slot_is_no_hit() -> None:
-    """Else `explain` would call it a miss, and say in the next line that all was reused."""
+def test_all_of_a_conversation_of_few_tokens_is_known_when_it_goes_on() -> None:
+    """Clients are not told that the message before was not found."""
     process: Any = SimpleNamespace(
         id="process", journal=Journal(), served={}, rule=ANY_PREFIX, opened_store=None
     )
     body = GenerationBody(b"", {"messages": [{"role": "user", "content": "So."}]})
-    for n_known, n_prompt in ((0, 60), (60, 200)):
+    for n_known, n_prompt, cause in ((0, 60, Cause.FIRST_SIGHT), (60, 200, Cause.HIT)):
         plan = Plan(Start(SlotId(0), n_known, n_known), n_shared=n_known)
         account = Account(plan, n_prompt, n_reused=n_known)
         inquiry = Inquiry(process, Prompt(run_of(n_prompt), NAMESPACE), body)
         found = inquiry.judge(account, f"of {n_prompt}")
-        assert (account.outcome, found.cause) == ("miss", Cause.FIRST_SIGHT)
+        assert (account.outcome, found.cause) == ("miss", cause)
 
 
 def test_answer_that_has_begun_leaves_nothing_that_a_request_beside_it_could_miss() -> None:
