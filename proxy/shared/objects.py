@@ -74,10 +74,6 @@ def earliest_id(now: float) -> str:
     return f"{max(0, int(now * 1000)):0{_TIME_DIGITS}x}"
 
 
-def writer_of(shared_id: str) -> str:
-    return shared_id.split("-")[1]
-
-
 def index_id(shared_id: str) -> CheckpointId:
     """Return the id, of at most 63 bits, that a shared state has in the index."""
     return CheckpointId(int.from_bytes(blake2b(shared_id.encode(), digest_size=8).digest()) >> 1)

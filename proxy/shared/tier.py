@@ -218,7 +218,7 @@ class Tier:
     def _own(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
         """Return the states that this proxy has put there, and when each was last read."""
         read, writer = self.remote.index.record, self.remote.writer
-        ours = ((i, at) for i, (*_, at) in found.items() if objects.writer_of(i) == writer)
+        ours = ((i, at) for i, (*_, at) in found.items() if f"-{writer}-" in i)
         records = ((read(objects.index_id(i)), at) for i, at in ours)
         return [(record, at) for record, at in records if record is not None]
 

@@ -149,8 +149,7 @@ class Catalogue:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.version = 0
-        self._n = self.size_bytes = 0
+        self.version = self._n = self.size_bytes = 0
         self._changed: dict[CheckpointId, Checkpoint] = {}
         """Records that are newer than the index."""
         self._asked: dict[CheckpointId, dict[int, float]] = {}
