@@ -7,6 +7,7 @@ not convertible.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -30,8 +31,7 @@ def chat_of_messages(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise UnknownShape("messages are not a list of objects")
     converted = [c for m in messages for c in _converted(m)]
-    system = fields.get("system")
-    if system is not None:
+    if (system := fields.get("system")) is not None:
         texts = [system] if isinstance(system, str) else _texts(list_of(system))
         content = "".join(map(_without_billing_nonce, texts))
         converted.insert(0, {"role": "system", "content": content})
@@ -93,8 +93,7 @@ def _result(content: Any) -> Any:
     blocks = list_of(content)
     if not _of_kind(blocks, "image"):
         return "".join(_texts(blocks))
-    parts = _parts(blocks)
-    return [{"type": "text", "text": p["text"]} if "text" in p else p for p in parts]
+    return [{"type": "text", "text": p["text"]} if "text" in p else p for p in _parts(blocks)]
 
 
 def _parts(blocks: list[Any]) -> list[Any]:
@@ -171,8 +170,7 @@ def _messages(fields: Mapping[str, Any]) -> list[Message]:
     for item in items:
         if not isinstance(item, dict):
             raise UnknownShape("an item of the input is not an object")
-        content = item.get("content")
-        if isinstance(content, str):
+        if isinstance(content := item.get("content"), str):
             item = {**item, "content": [{"type": "input_text", "text": content}]}
         _add_item(item, messages)
     return messages
@@ -181,19 +179,17 @@ def _messages(fields: Mapping[str, Any]) -> list[Message]:
 def _add_item(item: Message, messages: list[Message]) -> None:
     """Add an item of the input to the messages; llama-server tests for the kinds in this order."""
     role, kind, content = text_of(item, "role"), text_of(item, "type"), item.get("content")
-    message = {key: value for key, value in item.items() if key not in ("type", "status")}
+    message = {key: copy(value) for key, value in item.items() if key not in ("type", "status")}
     is_result = kind == "function_call_output" and _has_texts(item, "call_id")
     if role in ("user", "system", "developer") and isinstance(content, list):
         messages.append({**message, "content": [_input_part(part) for part in content]})
     elif role == "assistant" and kind == "message":
         converted = [_text_part(part, "output_text", "input_text") for part in list_of(content)]
-        answer = _answer(messages, {**message, "content": []})
-        answer["content"] = [*list_of(answer.get("content")), *converted]
+        _list_in(_answer(messages, {**message, "content": []}), "content").extend(converted)
     elif kind == "function_call" and _has_texts(item, "call_id", "arguments", "name"):
         function = {"arguments": item["arguments"], "name": item["name"]}
         call = {"function": function, "id": item["call_id"], "type": "function"}
-        answer = _answer(messages, {"role": "assistant"})
-        answer["tool_calls"] = [*list_of(answer.get("tool_calls")), call]
+        _list_in(_answer(messages, {"role": "assistant"}), "tool_calls").append(call)
     elif is_result and isinstance(output := item.get("output"), str | list):
         if isinstance(output, list):
             output = [_text_part(part, "input_text") for part in output]
@@ -213,6 +209,12 @@ def _answer(messages: list[Message], fresh: Message) -> Message:
     if not messages or messages[-1].get("role") != "assistant":
         messages.append(fresh)
     return messages[-1]
+
+
+def _list_in(answer: Message, key: str) -> list[Any]:
+    """Return the list that an answer has under a key, an empty one if there is none."""
+    answer[key] = found = list_of(answer.get(key))
+    return found
 
 
 def _has_texts(item: Any, *keys: str) -> bool:

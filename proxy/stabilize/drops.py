@@ -5,13 +5,13 @@ The first line of a stabilizer's docstring says why the stabilizer exists, for t
 
 import re
 from collections.abc import Callable
+from itertools import groupby, takewhile
 from typing import Any
 
 import msgspec
 
 from proxy.core.messages import (
     REMINDER_TAG,
-    SYSTEM_ROLES,
     Route,
     UnknownShape,
     has_reminder,
@@ -90,10 +90,10 @@ def _ordered(message: Json, belongs_to_result: Callable[[Any], bool]) -> list[Js
     first = next(i for i, block in enumerate(content) if _is_result(block))
     results = [block for block in content[first:] if _is_result(block)]
     beside = [block for block in content[first:] if not _is_result(block)]
-    head = content[:first] + results
-    while beside and belongs_to_result(beside[0]):
-        head = _append_to_last_result(head, beside[0]["text"])
-        beside = beside[1:]
+    texts = [block["text"] for block in takewhile(belongs_to_result, beside)]
+    head, beside = content[:first] + results, beside[len(texts) :]
+    if texts:
+        head = _append_to_last_result(head, "\n\n".join(texts))
     ordered = with_list(message, "content", head)
     return [ordered, {"role": "user", "content": beside}] if beside else [ordered]
 
@@ -220,18 +220,20 @@ def fold_system_messages(draft: Draft) -> None:
     accepts, name = draft.facts.accepts_late_system, draft.system_field
     if draft.route is not Route.MESSAGES and accepts is not False:
         return
-    folded: list[Json] = []
-    body = draft.body
-    for i, message in enumerate(draft.messages):
-        is_late = message.get("role") in SYSTEM_ROLES and (folded or name in body)
-        if is_late and plain_text(message.get("content") or "") == "":
-            continue
-        if not is_late or accepts:
-            folded.append(message)
-        elif folded:
-            folded[-1:] = followed_by(draft.route, folded[-1], _text_at(draft, i))
-        elif name in body:
-            body = _with_text_behind(draft.route, body, name, _text_at(draft, i))
+    folded, body = list[Json](), draft.body
+    # In groups: to append thousands of texts one by one would take minutes.
+    for is_of_system, group in groupby(enumerate(draft.messages), lambda each: is_system(each[1])):
+        found, n_first = [*group], not (folded or name in body)
+        if is_of_system:
+            said = [e for e in found[n_first:] if plain_text(e[1].get("content") or "") != ""]
+            found = found[:n_first] + said
+        n_kept = len(found) if accepts or not is_of_system else n_first
+        folded += [message for _, message in found[:n_kept]]
+        texts = [_text_at(draft, i) for i, _ in found[n_kept:]]
+        if texts and folded:
+            folded[-1:] = followed_by(draft.route, folded[-1], *texts)
+        elif texts and name in body:
+            body = _with_text_behind(draft.route, body, name, "\n\n".join(texts))
     draft.body = with_list(body, draft.list_name, folded)
 
 
@@ -247,11 +249,11 @@ def as_reminder(text: str) -> str:
     return text if text.startswith(REMINDER_TAG) else f"{REMINDER_TAG}\n{text}\n</system-reminder>"
 
 
-def followed_by(route: Route, message: Json, text: str) -> list[Json]:
-    """Return a message followed by a system text, as part of the message unless the model wrote it."""
+def followed_by(route: Route, message: Json, *texts: str) -> list[Json]:
+    """Return a message followed by system texts, as part of the message unless the model wrote it."""
     if is_system(message):
-        return [_with_text_behind(route, message, "content", text)]
-    reminder = as_reminder(text)
+        return [_with_text_behind(route, message, "content", "\n\n".join(texts))]
+    reminder = "\n\n".join(map(as_reminder, texts))
     if _has_results(message):
         return [{**message, "content": _append_to_last_result(message["content"], reminder)}]
     key = "output" if message.get("type") == "function_call_output" else "content"

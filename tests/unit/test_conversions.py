@@ -106,6 +106,23 @@ def test_output_items_in_a_row_become_one_message_of_the_assistant() -> None:
     assert [call["id"] for call in converted[4]["tool_calls"]] == ["c1", "c2"]
 
 
+def test_many_output_items_are_put_together_at_once() -> None:
+    """One by one, each list would be a copy of the one before it: minutes, in which nobody is answered."""
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    said = {"type": "output_text", "text": "Done."}
+    answer = {"type": "message", "role": "assistant", "content": [said]}
+    (message,) = chat_of_responses({"input": [call, answer] * 200_000})["messages"]
+    assert len(message["tool_calls"]) == len(message["content"]) == 200_000
+
+
+def test_conversion_adds_nothing_to_lists_of_the_client() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    answer = {"type": "message", "role": "assistant", "content": [], "tool_calls": [{"id": "b"}]}
+    (message,) = chat_of_responses({"input": [answer, call]})["messages"]
+    assert [each["id"] for each in message["tool_calls"]] == ["b", "c"]
+    assert answer["tool_calls"] == [{"id": "b"}]
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "reason"),
     [

@@ -292,6 +292,27 @@ def test_chat_body_is_folded_where_the_template_refuses() -> None:
     ]
 
 
+@pytest.mark.parametrize("before", [user("Fix it."), user(result_of("a")), ANSWER, system("S")])
+def test_system_messages_in_a_row_become_one_text(before: dict[str, Any]) -> None:
+    body = {"messages": [user("Go."), ANSWER, before, system("One."), system(""), system("Two.")]}
+    folded = run(Name.FOLD_SYSTEM_MESSAGES, body).body["messages"]
+    one_by_one = run(Name.FOLD_SYSTEM_MESSAGES, {"messages": body["messages"][:4]}).body["messages"]
+    one_by_one.append(system("Two."))
+    assert folded == run(Name.FOLD_SYSTEM_MESSAGES, {"messages": one_by_one}).body["messages"]
+
+
+def test_many_texts_are_appended_at_once() -> None:
+    """One by one, each would be a copy of all before it: minutes, in which nobody is answered."""
+    many = 200_000
+    body = {"messages": [user("Fix it."), ANSWER, user("Go on."), *[system("x")] * many]}
+    *_, last = run(Name.FOLD_SYSTEM_MESSAGES, body).body["messages"]
+    assert len(last["content"]) == len("Go on.") + many * len(f"\n\n{note('x')}")
+    body = {"messages": [user(result_of("a"), *[text(note("x"))] * many)]}
+    (last,) = run(Name.TOOL_RESULTS_FIRST, body).body["messages"]
+    (result,) = last["content"]
+    assert len(result["content"]) == len("done") + many * len(f"\n\n{note('x')}")
+
+
 def test_field_of_a_chat_body_without_a_name_takes_no_system_prompt() -> None:
     body = {"": "x", "messages": [system("S"), user("Fix it.")]}
     result = stabilize(Route.CHAT, body, Memory(), frozenset(Name), REFUSES)
