@@ -49,8 +49,9 @@ class Tier:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
         self._looks: dict[tuple[str, bool], tuple[float, Listing]] = {}
-        self._denied, self._lone = set[CheckpointId](), set[CheckpointId]()
-        """Records that may not be read, and those without a state: the next full look reads them again."""
+        self._denied, self._lone, self._apart = set[CheckpointId](), set[CheckpointId](), set[str]()
+        """Records that may not be read, and those without a state: the next full look reads them again. And
+        the machines whose states cannot be used, of which the log has told."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -151,9 +152,10 @@ class Tier:
         ended = await asyncio.gather(*readers, return_exceptions=True)
         if entries:
             await self.remote.enter(*entries)
-        for host in apart:
+        for host in apart - self._apart:
             says = f"states of {host!r} are not used: {_APART}"
             self.remote.log.warning("states of another machine are not used", says=says)
+        self._apart |= apart
         faults = [fault for fault in ended if fault]
         for fault in faults:  # a few records that cannot be read hide no others
             if len(faults) == _READ_AT_ONCE or not isinstance(fault, SharedStoreFault):

@@ -298,11 +298,6 @@ class Uploads:
         limit = self._limits.upload_bytes_per_day
         return not limit or self._uploaded.last_day_bytes(time.time()) + n_bytes <= limit
 
-    def _note_sent(self, n_bytes: int) -> None:
-        self._remote.metrics.shared_bytes.labels("up").inc(n_bytes)
-        claim = Claim(n_bytes, self._remote.present())
-        self._uploaded = self._uploaded.after(n_bytes, claim, time.time())
-
     async def _upload(self, checkpoint: Checkpoint) -> None:
         """Put a state there, then its record, unless it is there from before; raises CacheFault."""
         remote, namespace = self._remote, checkpoint.namespace
@@ -329,7 +324,10 @@ class Uploads:
             self._store.note_unreadable(checkpoint)
             return
         finally:  # what broke off has cost its bytes, too, but perhaps for the part under way
-            self._note_sent(max(0, sum(n_read) - n_unsent))
+            n_bytes = max(0, sum(n_read) - n_unsent)
+            remote.metrics.shared_bytes.labels("up").inc(n_bytes)
+            claim = Claim(n_bytes, remote.present())
+            self._uploaded = self._uploaded.after(n_bytes, claim, time.time())
         meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
         name = objects.name_of(folder, shared_id, META)
         record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))

@@ -289,8 +289,17 @@ async def test_name_of_another_machine_writes_no_line_of_its_own_into_the_log(
         meta.write_bytes(msgspec.msgpack.encode(told))
         async with start("b", sealing=Sealing(), canary=OTHER_CANARY) as b:
             await b.find(run_of(3000))
-    (says,) = {line["says"] for line in logs if "another machine" in line["event"]}
+    (says,) = (line["says"] for line in logs if "another machine" in line["event"])
     assert "nas" in says and "\n" not in says
+
+
+async def test_log_tells_once_of_a_machine_whose_states_cannot_be_used(start: Start) -> None:
+    with capture_logs() as logs:
+        async with start("a") as a, start("b", canary=OTHER_CANARY) as b:
+            for mark in range(3):
+                await a.save(run_of(3000, start=10_000 * mark))
+                assert not await b.find(run_of(3000))
+    assert len([line for line in logs if "another machine" in line["event"]]) == 1
 
 
 async def test_only_what_a_write_has_left_there_is_swept(start: Start, tmp_path: Path) -> None:
