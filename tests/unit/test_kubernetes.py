@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from proxy.settings import split_address
+from proxy.settings import SCHEMA, split_address
 from proxy.store.files import is_private
 from tests.documents.dashboard.tables import alert_rules
 from tests.documents.files import REPOSITORY
@@ -103,6 +103,13 @@ def test_only_the_pods_user_can_read_the_states(tmp_path: Path) -> None:
         subprocess.run(command, check=True)
     (directory,) = tmp_path.iterdir()
     assert is_private(stat.S_IMODE(directory.stat().st_mode))
+
+
+def test_the_proxy_listens_until_no_node_sends_it_anything() -> None:
+    """Endpoints are taken out of the Service while the pod is told to stop, not before."""
+    program, seconds = PROXY["lifecycle"]["preStop"]["exec"]["command"]
+    left = POD["spec"]["terminationGracePeriodSeconds"] - int(seconds)
+    assert program == "sleep" and left >= 5 * SCHEMA["drain_seconds"]["default"]
 
 
 class Loading(BaseHTTPRequestHandler):
