@@ -104,8 +104,7 @@ async def save_idle_slots(current: Current, idle_seconds: float) -> None:
     """Save slots that have been idle for *idle_seconds*, until cancelled."""
     retried_at = time.monotonic()
     while True:
-        process = current()
-        if process and time.monotonic() - retried_at >= ROOM_RETRY_SECONDS:
+        if time.monotonic() - retried_at >= ROOM_RETRY_SECONDS and (process := current()):
             retried_at = time.monotonic()
             process.saves.take_up_postponed()
         await asyncio.sleep(min(_LOOK_SECONDS, idle_seconds / 2 or _LOOK_SECONDS))
@@ -321,24 +320,25 @@ class Ahead:
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
             if start.erases or not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
-            others = (other for other in process.slots if other.id != slot.id)
-            if process.is_short_of_cells(len(tokens), others):
+            if process.is_short_of_cells(len(tokens), (s for s in process.slots if s is not slot)):
                 return  # llama-server would empty other slots for it
             self._is_evaluating = True
             await process.launches.clear_others()
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
                 await process.finish(lease, process.saves.write_back(slot.id))
-                # The save may have taken the place of the state to restore, or cut the slot back.
-                start = plan_in(process, next_prompt, slot.id).start
-            if start.restored:
+            # A save may have taken the place of the state to restore, or cut the slot back.
+            start = plan_in(process, next_prompt, slot.id).start
+            seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
+            if start.restored and self._may_go_on(process):
                 checkpoint = start.restored.checkpoint
                 with process.store.keep(checkpoint):
                     await verify(process, checkpoint, start.n_reused)
                     await process.finish(lease, process.restore(slot.id, start.restored))
-            begin = len(tokens) if start.erases else start.n_reused
+            is_worth = not start.erases and seconds <= self._max_seconds
+            begin = start.n_reused if is_worth else len(tokens)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
-            while begin < len(tokens) and self._task is asyncio.current_task():
+            while begin < len(tokens) and self._may_go_on(process):
                 begin = min(len(tokens), begin + n_piece)
                 stop = process.stop(slot.id, next_prompt, begin, request.keys)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
@@ -346,6 +346,11 @@ class Ahead:
                 process.slots.set_content(slot.id, not_to_save(process.slots[slot.id].content))
         if n_evaluated:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
+
+    def _may_go_on(self, process: Process) -> bool:
+        """Return whether no other request is there; one may have been read when this one was answered."""
+        is_alone = n_busy(process.slots) == 1 and not process.n_queued
+        return is_alone and self._task is asyncio.current_task()
 
 
 def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:

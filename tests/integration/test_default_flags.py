@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from proxy import app
+from proxy.core.eviction import Removal
+from proxy.core.messages import Kind
 from proxy.core.model import SlotId
 from proxy.core.slots import Known
 from proxy.servers import background
 from proxy.serving import uncached
-from proxy.serving.launches import begun_since
+from proxy.serving.launches import Launches, begun_since
 from proxy.serving.saver import Saver
+from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -24,6 +27,7 @@ from tests.integration.rig import (
     hang_up,
     next_question,
     question,
+    text,
     wait_for_start,
     with_image,
 )
@@ -368,6 +372,62 @@ async def test_self_test_in_a_slot_with_work_that_no_file_has_saves_it_and_ends(
         process.n_contradictions = process.n_contradictions_allowed
         await until(lambda: rig.sample("self_tests_total", result="any prefix"))
         assert [(await rig.chat(name)).n_reused for name in "ab"] == [308, 308]
+
+
+async def test_evaluating_ahead_goes_on_without_a_state_that_saves_took_the_place_of(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    clear_others, store, removed = Launches.clear_others, list[CheckpointStore](), list[str]()
+
+    async def clear_and_evict(launches: Launches) -> None:
+        await clear_others(launches)
+        for checkpoint in [c for each in store for c in each]:
+            removed.append(checkpoint.file_name)
+            await store[0].remove(checkpoint, Removal.BUDGET)
+
+    monkeypatch.setattr(Launches, "clear_others", clear_and_evict)
+    how: dict[str, Any] = {"memory": Memory.END_ONLY, "idle_save_seconds": 60.0}
+    async with start_rig(n_slots=2, ahead_seconds=0.3, **how) as rig:
+        assert rig.running.store is not None
+        messages = [{"role": "system", "content": text("system")}, *question("a")]
+        gate = rig.server.hold("answered")
+        asked = asyncio.ensure_future(rig.chat(messages))
+        await gate.reached()
+        store.append(rig.running.store)
+        gate.open()
+        await asked
+        ahead = rig.running.pool.ahead
+        await until(lambda: ahead._task is not None and ahead._task.done())
+        assert removed and rig.n_faults() == 0
+        (record,) = rig.running.shared.journal.latest(1)
+        assert (record.kind, record.evaluated) == (Kind.AHEAD, 6)
+
+
+async def test_request_that_is_read_while_evaluating_ahead_begins_waits_for_one_piece_only(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(background, "_PIECE_SECONDS", 0.0)
+    monkeypatch.setattr(background, "_MIN_PIECE_TOKENS", 1)
+    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    async with start_rig(n_slots=2, faults=clearing(), **how) as rig:
+        streaming = await generate_beside(rig, "a")
+        reading = rig.server.hold("apply-template", n_calls=1)
+        asked = rig.begin_chat("b", cache={"no_store": True})  # nothing is evaluated behind it
+        await reading.reached()
+        piece = rig.server.hold("evaluate", n_calls=1)
+        rig.server.release("chunk")
+        await streaming
+        await piece.reached()
+        reading.open()
+        await until(lambda: rig.running.server.n_queued)
+        piece.open()
+        assert (await asked).status == 200
+        pieces = [s for s in rig.server.seen_at("evaluate") if len(s.fields["prompt"]) > 300]
+        assert len(pieces) == 1
 
 
 async def test_all_slots_are_saved_once_another_request_or_save_has_begun(
