@@ -28,7 +28,7 @@ from proxy.log import get_logger
 from proxy.servers import background
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
 from proxy.serving.process import Process
-from proxy.serving.queue import SlotQueue
+from proxy.serving.queue import FreeElsewhere, SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.services import ServerServices, Services
 from proxy.settings import Settings
@@ -366,8 +366,7 @@ class Addresses:
 
     async def accounted(self) -> None:
         """Wait until every answered request is recorded."""
-        reading = [task for process in self.processes for _, task in process.settling]
-        if reading:
+        if reading := [task for process in self.processes for _, task in process.settling]:
             await asyncio.wait(reading)
 
     @property
@@ -497,4 +496,4 @@ class Addresses:
         queues = [process.queue for server in self._plain if (process := server.process)]
         fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
         if fullest is not idle:
-            fullest.send_elsewhere()
+            fullest.refuse_first(FreeElsewhere())

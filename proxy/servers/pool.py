@@ -155,8 +155,7 @@ class Pool(Addresses):
         finally:
             if request.answer is None or request.answer.status not in (401, 403):
                 server.note_unplaced()
-        why = "llama-server is not attached"
-        self._shared.report.not_looked_up(request, why, Outcome.DEGRADED)
+        self._shared.report.not_looked_up(request, "llama-server is not attached", Outcome.DEGRADED)
         return True
 
     async def _watched(
@@ -196,8 +195,7 @@ class Pool(Addresses):
         for too long.
         """
         if attached := [(server, there) for server in servers if (there := server.process)]:
-            is_single = len(attached) == 1  # mostly: then no queue needs to be asked
-            return attached[0] if is_single else min(attached, key=lambda each: each[0].n_queued)
+            return min(attached, key=lambda each: each[0].n_queued)
         waits = {asyncio.ensure_future(server.ready()): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):

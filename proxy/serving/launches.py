@@ -204,7 +204,6 @@ class Launches:
 
         Raises what `Request.send` does, and ServerAway if llama-server was replaced.
         """
-        upstream = self._process.upstream
         # Under end only a save begins with a cut, whose start would empty the slot that is prepared.
         if turn and not self._process.rule.is_end_only:
             await self.clear_others()
@@ -212,7 +211,7 @@ class Launches:
         if self._process.queue.is_closed:
             raise replaced()
         if turn is None:
-            return await request.send(upstream, raw, on_start)
+            return await request.send(self._process.upstream, raw, on_start)
 
         def started() -> None:
             turn.end()
@@ -222,7 +221,7 @@ class Launches:
             watching = self._process.tasks.start(self._end_at_start(turn, before))
             ending.callback(watching.cancel)
             try:
-                return await request.send(upstream, raw, started)
+                return await request.send(self._process.upstream, raw, started)
             except asyncio.CancelledError:
                 await outlast_parsing(raw, watching)
                 raise

@@ -320,15 +320,14 @@ class SlotQueue:
         self._has_come_free |= bool(given_back)
         self.reconsider()
 
-    def send_elsewhere(self) -> None:
-        """Send the first waiting request to another llama-server, which has a free slot."""
+    def refuse_first(self, why: Exception) -> None:
+        """Refuse the first waiting request."""
         while self._waiting:
             if not (granted := self._waiting.popleft().granted).done():
-                return granted.set_exception(FreeElsewhere())
+                return granted.set_exception(why)
 
     def close(self) -> None:
         """Refuse all waiting requests; leases that are still held do no harm."""
         self.is_closed = True
         while self._waiting:
-            if not (granted := self._waiting.popleft().granted).done():
-                granted.set_exception(replaced())
+            self.refuse_first(replaced())

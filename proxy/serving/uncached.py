@@ -158,9 +158,7 @@ class UncachedRequest:
             # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(
-                self._namespace, can_be_adopted=False, brief=brief, digests=self._digests
-            )
+            unknown = Unknown(self._namespace, False, brief=brief, digests=self._digests)
             is_tainted = is_unclear or self._beside_tokens
             self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
 
