@@ -96,7 +96,7 @@ class CachedRequest:
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
             evaluation = process.launches.evaluation(request, self._prompt, self._plan)
-            with evaluation as self._begin_evaluation:
+            with evaluation as (self._begin_evaluation, self._let_others_go_on):
                 if self._extended:
                     await self._begin_evaluation()
                 self._account.queued_seconds = time.monotonic() - joined_at

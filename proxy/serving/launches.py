@@ -150,10 +150,11 @@ class Launches:
     @contextmanager
     def evaluation(
         self, request: Request, prompt: Prompt, plan: Plan
-    ) -> Iterator[Callable[[], Awaitable[None]]]:
+    ) -> Iterator[tuple[Callable[[], Awaitable[None]], Callable[[], None]]]:
         """Yield a function that waits for shorter prompts; from then on later prompts wait for this one.
 
-        The function raises ServerAway if llama-server was replaced meanwhile.
+        The function raises ServerAway if llama-server was replaced meanwhile. Another function lets the
+        later prompts go on.
 
         llama-server fills a batch with the prompts of all slots. If two prompts fit into one batch, both
         requests get their first token when both prompts are evaluated. One after the other, the first gets
@@ -186,7 +187,7 @@ class Launches:
                     if not await self._process.is_current():
                         raise replaced()
 
-            yield wait
+            yield wait, ending.close
 
     def _size(self, request: Request, prompt: Prompt, n_reused: int) -> tuple[int, float]:
         """Return how many tokens will be evaluated, roughly, and how many seconds that takes."""

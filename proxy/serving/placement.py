@@ -98,6 +98,7 @@ class SimilarRequest(CachedRequest):
             if not stands_out:
                 await self._evaluate_all()
                 continue
+            self._let_others_go_on()  # the request that has to end first may wait for this prompt
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
 
@@ -160,8 +161,7 @@ class SimilarRequest(CachedRequest):
 
         llama-server does not choose a busy slot, but the slot may become idle before the choice.
         """
-        process = self._process
-        namespace = self._prompt.namespace
+        process, namespace = self._process, self._prompt.namespace
         n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
         if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, Empty, Known, SlotPhase
-from proxy.serving import placement, uncached
+from proxy.serving import cached, launches, placement, uncached
 from proxy.serving.launches import LastTasks, begun_since, see_through
 from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
@@ -20,6 +20,7 @@ from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
     CHAT,
+    COMPLETION,
     KEYS,
     MESSAGES_FORMS,
     Form,
@@ -32,7 +33,7 @@ from tests.integration.rig import (
     wait_for_start,
     with_image,
 )
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 MESSAGES = "/v1/messages"
 N_QUESTION = 309
@@ -396,3 +397,34 @@ async def test_prompt_that_cannot_be_read_before_it_is_sent_is_not_taken_for_the
         assert rig.sample("cache_faults_total", stage="tokenize") >= 1
         assert rig.sample("tokenization_disagreements_total") == 0
         assert rig.process and not rig.process.disabled_shapes
+
+
+async def test_request_and_one_whose_slot_may_be_as_similar_do_not_wait_for_each_other(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one is in a slot with unknown tokens, and its prompt is evaluated after the first's."""
+    monkeypatch.setattr(cached, "_LONG_WAIT_SECONDS", -1.0)  # each looks which process answers
+    monkeypatch.setattr(launches, "_MOST_TIMES", 10 * HANG_SECONDS)
+    monkeypatch.setattr(placement, "_RIVAL_SECONDS", 2 * HANG_SECONDS)
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        there = rig.server.hold("generate", n_calls=1)
+        unknown = {"prompt": " other words", "cache_prompt": False}
+        before = [asyncio.ensure_future(rig.post(COMPLETION, unknown))]
+        await there.reached()
+        here = rig.server.hold("generate", n_calls=1)
+        before.append(
+            rig.begin_chat("before", cache={"no_store": True})
+        )  # no save holds up the first
+        await here.reached()
+        first = asyncio.ensure_future(rig.post(MESSAGES, claude(question("first"))))
+        await rig.waiting(1)
+        second = rig.begin_chat("second")
+        await rig.waiting(2)
+        look = rig.server.hold("props")
+        await look.reached()
+        here.open()
+        await rig.waiting(1)
+        there.open()
+        await rig.waiting(0)
+        rig.server.release("props")
+        assert [(await each).status for each in (*before, first, second)] == [200] * 4
