@@ -62,8 +62,7 @@ def error_event(path: str, error: ProxyError) -> bytes:
 
     OpenCode, Kilo and pi try again only if the message has a status that says so.
     """
-    own = _own_error(error.status, f"{error} (status {error.status})")
-    return _event(path, own, error.status)
+    return _event(path, _own_error(error.status, f"{error} (status {error.status})"), error.status)
 
 
 def error_event_of(path: str, status: int, body: bytes) -> bytes:
@@ -121,12 +120,14 @@ def _event(path: str, error: Error, status: int) -> bytes:
     if is_anthropic(path):
         return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error, status)) + b"\n\n"
     if generation_route("POST", path) is Route.RESPONSES:
-        kind, code = error.get("type"), error.get("code")
-        told = {"code": code if isinstance(code, str) else kind, "message": error["message"]}
-        # OpenAI's types have these fields in the event itself; its server, and codex, in `error`.
-        fields = {"type": "error", **told, "param": None, "sequence_number": 0}
-        fields["error"] = {"type": kind, **told, "param": None}
-        return b"event: error\ndata: " + msgspec.json.encode(fields) + b"\n\n"
+        kind, code, words = error.get("type"), error.get("code"), error["message"]
+        told = {"code": code if isinstance(code, str) else kind, "message": words, "param": None}
+        # OpenAI's types have these fields in the event itself; its server, and codex, in `error`. Of most
+        # errors codex shows only what a failed response tells, and older ones read nothing else.
+        fields = {"type": "error", **told, "sequence_number": 0, "error": {"type": kind, **told}}
+        failed = {"type": "response.failed", "sequence_number": 1, "response": {"error": told}}
+        both = tuple(map(msgspec.json.encode, (fields, failed)))
+        return b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n" % both
     if status >= 500:  # in a stream crush tries again by the type, and knows only OpenAI's types
         error = error | {"type": _TYPES[500][0]}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"

@@ -50,10 +50,20 @@ class Waiting:
         return (await self._reply.content.read()).replace(COMMENT, b"")
 
     async def error(self) -> tuple[bytes, dict[str, Any]]:
-        """Return the name of the one event that comes, and its data."""
-        *name, data = (await self.rest()).rstrip(b"\n").split(b"\n")
+        """Return the name of the event that comes, and its data.
+
+        In a Responses stream a failed response with the same words follows the event.
+        """
+        event, *failed = (await self.rest()).removesuffix(b"\n\n").split(b"\n\n")
+        *name, data = event.split(b"\n")
         assert data.startswith(b"data: ")
-        return b"".join(name), json.loads(data[6:])
+        told = json.loads(data[6:])
+        for line in failed:
+            name_of_failed, _, whole = line.partition(b"\ndata: ")
+            assert name_of_failed == b"event: response.failed"
+            error = json.loads(whole)["response"]["error"]
+            assert error["message"] == told["message"] == told["error"]["message"]
+        return b"".join(name), told
 
 
 @asynccontextmanager

@@ -181,10 +181,10 @@ def test_refusal_in_a_stream_has_the_shape_of_its_api() -> None:
     told = {"code": "context_length_exceeded", "message": KNOWN_WORDS, "param": None}
     nested = {"type": TOO_LONG["type"], **told}
     event = {"type": "error", **told, "sequence_number": 0, "error": nested}
-    assert (
-        error_event_of("/v1/responses", 400, raw)
-        == b"event: error\ndata: " + compact(event) + b"\n\n"
-    )
+    failed = {"type": "response.failed", "sequence_number": 1, "response": {"error": told}}
+    events = b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n"
+    expected = events % (compact(event), compact(failed))
+    assert error_event_of("/v1/responses", 400, raw) == expected
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
