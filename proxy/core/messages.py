@@ -203,8 +203,7 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
         return _going_on(new, nearest)
     if nearest is not None:
         has_history = "assistant" in new.roles  # else it begins with what a client puts first
-        is_aside = _is_aside(new, nearest)
-        return Kind.SIDE if is_aside else Kind.REWRITE if has_history else Kind.FIRST
+        return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE if has_history else Kind.FIRST
     starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
         return Kind.COMPACTION

@@ -315,8 +315,7 @@ class Report:
         """Report a request that was not looked up, and *why*, once its answer was relayed."""
         # What was planned, for a prompt that could not be read then, says nothing of this one.
         request.why, request.account = why, None
-        is_otherwise = why == TOKENIZED_OTHERWISE
-        cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
+        cause = Cause.TOKENIZED_OTHERWISE if why == TOKENIZED_OTHERWISE else Cause.NOT_LOOKED_UP
         self.answered(request, Judgement(cause), outcome)
 
     def answered(

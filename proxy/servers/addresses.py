@@ -329,8 +329,7 @@ class Addresses:
         for root in self._roots:
             self._follow(root)
         if self._shared.opened_store is not None:
-            on_damage = partial(background.note_damage, self._shared)
-            self._shared.opened_store.on_damage = on_damage
+            self._shared.opened_store.on_damage = partial(background.note_damage, self._shared)
         self._run(partial(background.verify_stored, self._shared))
         try:
             yield

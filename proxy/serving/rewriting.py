@@ -189,8 +189,7 @@ class Overflow:
         except WillBeRefused:
             raise
         except Exception as error:
-            failure = CacheFault(f"{REWRITE}: {why_failed(error)}")
-            self._services.faults.record("stabilize", failure)
+            self._services.faults.record("stabilize", CacheFault(f"{REWRITE}: {why_failed(error)}"))
         return False
 
     async def _count(

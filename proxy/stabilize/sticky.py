@@ -332,8 +332,7 @@ def choose_call(
     exact = [c for c, v in values.items() if c[0] == name and encode(v) == encode(returned)]
     # Where some were forgotten, those that are left may be of other conversations.
     known = values if len(made) < model.MAX_VARIANTS else {}
-    alike = [c for c, v in known.items() if _came_back_as(c[0], v, name, returned)]
-    candidates = exact or alike
+    candidates = exact or [c for c, v in known.items() if _came_back_as(c[0], v, name, returned)]
     return candidates[0] if len(candidates) == 1 else None
 
 
