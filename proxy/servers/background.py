@@ -329,7 +329,7 @@ class Ahead:
             # A save may have taken the place of the state to restore, or cut the slot back.
             start = plan_in(process, next_prompt, slot.id).start
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
-            if start.restored and self._may_go_on(process):
+            if start.restored and self._task is asyncio.current_task():
                 checkpoint = start.restored.checkpoint
                 with process.store.keep(checkpoint):
                     await verify(process, checkpoint, start.n_reused)
@@ -338,7 +338,7 @@ class Ahead:
             begin = start.n_reused if is_worth else len(tokens)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
-            while begin < len(tokens) and self._may_go_on(process):
+            while begin < len(tokens) and self._task is asyncio.current_task():
                 begin = min(len(tokens), begin + n_piece)
                 stop = process.stop(slot.id, next_prompt, begin, request.keys)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
@@ -346,11 +346,6 @@ class Ahead:
                 process.slots.set_content(slot.id, not_to_save(process.slots[slot.id].content))
         if n_evaluated:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
-
-    def _may_go_on(self, process: Process) -> bool:
-        """Return whether no other request is there; one may have been read when this one was answered."""
-        is_alone = n_busy(process.slots) == 1 and not process.n_queued
-        return is_alone and self._task is asyncio.current_task()
 
 
 def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:

@@ -216,6 +216,7 @@ class Launches:
 
         def started() -> None:
             turn.end()
+            watching.cancel()
             on_start()
 
         with turn, ExitStack() as ending:

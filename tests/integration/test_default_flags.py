@@ -405,31 +405,6 @@ async def test_evaluating_ahead_goes_on_without_a_state_that_saves_took_the_plac
         assert (record.kind, record.evaluated) == (Kind.AHEAD, 6)
 
 
-async def test_request_that_is_read_while_evaluating_ahead_begins_waits_for_one_piece_only(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(background, "_PIECE_SECONDS", 0.0)
-    monkeypatch.setattr(background, "_MIN_PIECE_TOKENS", 1)
-    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
-    async with start_rig(n_slots=2, faults=clearing(), **how) as rig:
-        streaming = await generate_beside(rig, "a")
-        reading = rig.server.hold("apply-template", n_calls=1)
-        asked = rig.begin_chat("b", cache={"no_store": True})  # nothing is evaluated behind it
-        await reading.reached()
-        piece = rig.server.hold("evaluate", n_calls=1)
-        rig.server.release("chunk")
-        await streaming
-        await piece.reached()
-        reading.open()
-        await until(lambda: rig.running.server.n_queued)
-        piece.open()
-        assert (await asked).status == 200
-        pieces = [s for s in rig.server.seen_at("evaluate") if len(s.fields["prompt"]) > 300]
-        assert len(pieces) == 1
-
-
 async def test_all_slots_are_saved_once_another_request_or_save_has_begun(
     start_rig: StartRig,
 ) -> None:
