@@ -75,7 +75,7 @@ async def learned(
         await rig.settled()
         [process] = rig.running.pool.processes
         files = sorted(slots.glob("*.state"), key=lambda path: path.stat().st_mtime)
-        return str(process.rule), read_state_file(files[-1]) if files else None
+        return process.rule.kind.value, read_state_file(files[-1]) if files else None
 
 
 def in_words(state: StateFile | None) -> tuple[int | str, str]:
