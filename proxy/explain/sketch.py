@@ -179,9 +179,9 @@ def _part(message: dict[str, Any]) -> tuple[str, int, int]:
 def words_of(fields: dict[str, Any]) -> str:
     """Return a conversation's first words on one line: from the first user message, or from the prompt."""
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
-    # Copilot writes the time before them.
-    texts = (" ".join(_texts(m.get("content"))).split("</current_datetime>")[-1] for m in users)
-    text = next(filter(None, map(without_reminders, texts)), "") or text_of(fields, "prompt")
+    texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
+    own = (text.split("</current_datetime>")[-1].strip() for text in texts)  # as Copilot writes it
+    text = next(filter(None, own), "") or text_of(fields, "prompt")
     words = " ".join("".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT]).split())
     # `opencode run` puts them between quotation marks.
     return shortened(words.strip('"') if words[:1] == words[-1:] == '"' else words, _N_TITLE)

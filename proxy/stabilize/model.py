@@ -352,7 +352,8 @@ class Draft:
         said = self.body.get(self.list_name)
         users = (m.get("content") for m in self.messages if m.get("role") == "user")
         texts = map(_text_in, [said] if isinstance(said, str) else users)
-        return next(filter(None, map(without_reminders, texts)), "")
+        # A message without text is the first one, too: the next may not change the key.
+        return next((own for text in texts if (own := without_reminders(text)) or not text), "")
 
 
 def _text_in(content: Any) -> str:

@@ -128,7 +128,8 @@ def _event(path: str, error: Error, status: int) -> bytes:
         failed = {"type": "response.failed", "sequence_number": 1, "response": {"error": told}}
         both = tuple(map(msgspec.json.encode, (fields, failed)))
         return b"event: error\ndata: %b\n\nevent: response.failed\ndata: %b\n\n" % both
-    if status >= 500:  # in a stream crush tries again by the type, and knows only OpenAI's types
+    # In a stream crush tries again by the type, and knows only OpenAI's types; a 501 does not pass.
+    if status >= 500 and status != 501:
         error = error | {"type": _TYPES[500][0]}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\n"
 

@@ -187,6 +187,18 @@ def test_fresh_conversation_has_todays_date() -> None:
     assert sender.send(on("Mon Nov 23 2026"))["messages"][0] == fresh["messages"][0]
 
 
+def test_conversation_that_begins_with_an_image_keeps_its_date() -> None:
+    sender = Sender(Name.STICKY_DATE)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+    def asked(day: int, *messages: Any) -> list[Any]:
+        system = {"role": "system", "content": f"Today's date: Nov {day} 2026"}
+        return list(sender.send({"messages": [system, image, *messages]})["messages"])
+
+    first = asked(21)
+    assert asked(22, ANSWER, user("Go on."))[:2] == first
+
+
 @pytest.mark.parametrize("tag", ["system-reminder", "system_reminder"])
 def test_conversations_with_the_same_surroundings_are_told_apart_by_what_the_user_said(
     tag: str,
