@@ -50,8 +50,7 @@ class Account:
         self.n_evaluated += timings.prompt_n
         seconds = timings.prompt_ms / 1000
         if not seconds and rates.is_measured:
-            n_prompt = timings.cache_n + timings.prompt_n
-            seconds = rates.evaluation_seconds(timings.cache_n, n_prompt)
+            seconds = rates.evaluation_seconds(timings.cache_n, timings.cache_n + timings.prompt_n)
         self.evaluation_seconds += seconds
 
     def value(self, rates: Rates, fetch_seconds: float) -> None:

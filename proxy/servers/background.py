@@ -329,12 +329,12 @@ class Ahead:
             # A save may have taken the place of the state to restore, or cut the slot back.
             start = plan_in(process, next_prompt, slot.id).start
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
-            if start.restored and self._task is asyncio.current_task():
+            is_worth = not start.erases and seconds <= self._max_seconds
+            if is_worth and start.restored and self._task is asyncio.current_task():
                 checkpoint = start.restored.checkpoint
                 with process.store.keep(checkpoint):
                     await verify(process, checkpoint, start.n_reused)
                     await process.finish(lease, process.restore(slot.id, start.restored))
-            is_worth = not start.erases and seconds <= self._max_seconds
             begin = start.n_reused if is_worth else len(tokens)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0

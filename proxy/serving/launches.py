@@ -94,7 +94,7 @@ class Launches:
         with turn or nullcontext():
             if turn or process.is_overfull:
                 # The slots of a placement count as leased. When it is over, llama-server has emptied some.
-                while turn and process.queue.is_placing:  # noqa: ASYNC110 - it ends without an event
+                while turn and process.queue.is_placing and not process.queue.is_closed:  # noqa: ASYNC110
                     await asyncio.sleep(_SHORT_LOOK_SECONDS)
                 # The start before may have emptied a slot just after it was saved.
                 await self._wait_for_saves()
@@ -144,7 +144,8 @@ class Launches:
                 return
 
     async def _wait_for_saves(self) -> None:
-        while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
+        # Such slots end by themselves, without an event.
+        while self.is_save_coming and not self._process.queue.is_closed:  # noqa: ASYNC110
             await asyncio.sleep(_SHORT_LOOK_SECONDS)
 
     @contextmanager
@@ -225,12 +226,12 @@ class Launches:
             try:
                 return await request.send(self._process.upstream, raw, started)
             except asyncio.CancelledError:
-                await outlast_parsing(raw, watching)
+                await outlast_parsing(self._process, raw, watching)
                 raise
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; of whole answers the start is not told."""
-        while before is not None:
+        while before is not None and not self._process.queue.is_closed:
             await asyncio.sleep(_SHORT_LOOK_SECONDS)
             if await begun_since(self._process, before):
                 return turn.end()
@@ -254,12 +255,13 @@ def _parse_seconds(n_tokens: int) -> float:
     return DISCONNECT_SECONDS + n_tokens / _PARSED_TOKENS_PER_SECOND
 
 
-async def outlast_parsing(raw: bytes, watching: "asyncio.Task[None]") -> None:
+async def outlast_parsing(process: Process, raw: bytes, watching: "asyncio.Task[None]") -> None:
     """Return when a request whose client left has begun, or cannot begin any more.
 
-    *watching* ends when some slot begins another task.
+    *watching* ends when some slot begins another task. What does not fit the context never begins.
     """
-    await asyncio.wait({watching}, timeout=_parse_seconds(len(raw) // BYTES_PER_TOKEN))
+    n_tokens = min(process.n_ctx, len(raw) // BYTES_PER_TOKEN)
+    await asyncio.wait({watching}, timeout=_parse_seconds(n_tokens))
 
 
 async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_running: bool) -> None:

@@ -46,12 +46,14 @@ class SimilarRequest(CachedRequest):
         is_over = asyncio.Event()
         with await self._hold_queue() as hold, ExitStack() as ending:
             before = await self._tasks_before(slot_id)
+            self._is_placed = before is None  # no other slot is as similar
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
             ending.callback(watching.cancel)
             try:
                 answer = await self._send_as_it_is()
             except asyncio.CancelledError:
-                await outlast_parsing(self._body.raw, watching)
+                self._let_others_go_on()
+                await outlast_parsing(self._process, self._body.raw, watching)
                 raise
             is_over.set()
             # The next turn may come at once: it waits for this slot.
@@ -71,7 +73,8 @@ class SimilarRequest(CachedRequest):
                 raise replaced() from fault
 
     async def _send_as_it_is(self) -> Answer:
-        return await self._launch(self._body.raw, self._read_beside)
+        on_start = self._note_running if self._is_placed else self._read_beside
+        return await self._launch(self._body.raw, on_start)
 
     async def _hold_queue(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""
@@ -171,7 +174,6 @@ class SimilarRequest(CachedRequest):
         """Find the slot in which the request begins; hold the queue until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
         slot_id = self._plan.slot_id
-        self._is_placed = before is None  # no other slot is as similar
         while before is not None and not self._is_placed:
             await wait_for(is_over, pause)
             is_last_look = is_over.is_set()
@@ -186,10 +188,10 @@ class SimilarRequest(CachedRequest):
             if time.monotonic() - began > _START_SECONDS:
                 hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free slots now
-        if self._is_placed:
+        if self._is_placed and before is not None:
             self._process.queue.note_running(self._plan.slot_id)
-        if self._is_placed and before is not None and self._plan.slot_id == slot_id:
-            self._process.recover(DegradationKind.PLACED_ELSEWHERE)
+            if self._plan.slot_id == slot_id:
+                self._process.recover(DegradationKind.PLACED_ELSEWHERE)
         hold.end()
 
     def _find(self, begun: list[SlotId]) -> None:

@@ -93,8 +93,7 @@ class UncachedRequest:
                 # Embeddings and reranking are one task for each input: all slots are held to the end.
                 is_for_each_input = requests.is_task_for_each_input(self._request.path)
                 if self._body is not None and not is_for_each_input:
-                    placement = self._process.tasks.start(self._await_placement(lease))
-                    ending.callback(placement.cancel)
+                    ending.callback(self._process.tasks.start(self._await_placement(lease)).cancel)
                 # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes

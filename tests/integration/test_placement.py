@@ -78,6 +78,19 @@ async def test_placed_request_keeps_its_slot_to_the_end(
         assert (await asked).status == 200
 
 
+async def test_only_slot_counts_as_running_once_llama_server_runs_the_request(
+    start_rig: StartRig,
+) -> None:
+    """Else a prompt whose client leaves while it is parsed would not be waited for."""
+    async with start_rig(n_slots=1) as rig:
+        process, gate = await rig.settled(), rig.server.hold("parse", n_calls=1)
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(question("m"))))
+        await gate.reached()
+        assert not process.slots[SlotId(0)].is_running
+        gate.open()
+        assert (await asked).status == 200
+
+
 @MESSAGES_FORMS
 async def test_slot_that_another_tenant_leaves_is_not_landed_on(
     start_rig: StartRig, form: Form
