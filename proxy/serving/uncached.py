@@ -128,7 +128,8 @@ class UncachedRequest:
         """Save what would be lost, and erase what may not be reused; return False if that failed."""
         cleared: set[SlotId] = set()
         is_clear = True
-        # Slots may join the lease meanwhile. One that cannot be erased is overwritten by a completion.
+        # Slots may join the lease meanwhile. A server that a completion would end has its slots left alone:
+        # where a slot cannot be erased, a completion overwrites its content.
         while self._process.takes_completions and (left := set(lease.held) - cleared):
             for slot_id in left:
                 is_clear &= await self._clear(lease, slot_id)

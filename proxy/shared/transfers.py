@@ -246,9 +246,9 @@ class Uploads:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._is_busy or self._wake.is_set() or (is_served and not self._listed):
-                    # What could not be deleted is noted for the next start.
-                    if self._remote.is_failing("upload", "list", *["delete"] * (not self._pending)):
-                        return
+                    needed = ("upload", "list") if self._pending else ("upload", "list", "delete")
+                    if self._remote.is_failing(*needed):
+                        return  # what could not be deleted is noted for the next start
                     await asyncio.sleep(0.02)
 
     async def keep_up(self) -> None:

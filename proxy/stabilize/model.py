@@ -357,10 +357,9 @@ class Draft:
 
 
 def _text_in(content: Any) -> str:
-    """Return the texts of a content."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part["text"] for part in list_of(content) if is_text(part))
+    """Return the text of a content, whatever else the content has."""
+    only_text = content if isinstance(content, str) else [*filter(is_text, list_of(content))]
+    return plain_text(only_text) or ""
 
 
 @lru_cache(_N_SYSTEM_PROMPTS)

@@ -264,11 +264,8 @@ async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
 
 def _chosen(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     for kind in arguments.kind or (MEMORIES[-1:] if arguments.quick else MEMORIES):
-        for load in arguments.load or (
-            (SWEPT,)
-            if arguments.quick
-            else [each for each in LOADS if each != LARGE and (kind, each) not in _TELLS_NOTHING]
-        ):
+        telling = [each for each in LOADS if each != LARGE and (kind, each) not in _TELLS_NOTHING]
+        for load in arguments.load or ([SWEPT] if arguments.quick else telling):
             yield kind, load
 
 

@@ -425,9 +425,8 @@ async def test_request_and_one_whose_slot_may_be_as_similar_do_not_wait_for_each
         before = [asyncio.ensure_future(rig.post(COMPLETION, unknown))]
         await there.reached()
         here = rig.server.hold("generate", n_calls=1)
-        before.append(
-            rig.begin_chat("before", cache={"no_store": True})
-        )  # no save holds up the first
+        # Under no_store no save holds up the first.
+        before.append(rig.begin_chat("before", cache={"no_store": True}))
         await here.reached()
         first = asyncio.ensure_future(rig.post(MESSAGES, claude(question("first"))))
         await rig.waiting(1)

@@ -395,21 +395,24 @@ async def test_record_without_its_state_is_not_found_and_swept_after_an_hour(
         assert left == {kept.shared_id}
 
 
+def refuse_deletions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise SharedStoreFault("access denied")
+
+    monkeypatch.setattr(machine.tier.remote.bucket, "delete", fail)
+
+
 async def test_listing_is_whole_where_nothing_may_be_deleted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else everything would be listed every ten seconds."""
-
-    async def fail(*_: object) -> None:
-        raise SharedStoreFault("access denied")
-
     async with start("a") as a:
         await a.save(run_of(3000))
         state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
         half = state.with_name("0" * 12 + state.name[12:])
         half.write_bytes(b"half an upload")
         os.utime(half, (0, 0))
-        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        refuse_deletions(a, monkeypatch)
         assert await a.find(run_of(3000), is_full=True) and half.exists() and meta.exists()
         assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         assert await a.tier.look(a.tier.remote.folder(OURS), is_full=True) > 0
@@ -418,12 +421,9 @@ async def test_listing_is_whole_where_nothing_may_be_deleted(
 async def test_stop_does_not_wait_for_what_may_not_be_deleted(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(*_: object) -> None:
-        raise SharedStoreFault("access denied")
-
     async with start("a") as a:
         saved = await a.save(run_of(3000))
-        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        refuse_deletions(a, monkeypatch)
         assert await a.store.remove(saved, Removal.OPERATOR)
         await until(lambda: a.sample("shared_faults_total", operation="delete"))
         async with asyncio.timeout(HANG_SECONDS / 2):
@@ -1304,13 +1304,9 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_goes_after_a
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else its text would stay there for good, and come back with its next request."""
-
-    async def fail(*_: object) -> None:
-        raise SharedStoreFault("it does not answer")
-
     async with start("a") as a:
         saved = await a.save(run_of(3000))
-        monkeypatch.setattr(a.tier.remote.bucket, "delete", fail)
+        refuse_deletions(a, monkeypatch)
         assert await a.store.remove(saved, Removal.OPERATOR)
         await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
     assert objects_in(tmp_path / "shared")

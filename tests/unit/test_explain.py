@@ -50,9 +50,7 @@ def test_what_was_reused_as_far_as_it_was_known_is_a_hit_and_what_is_new_is_firs
     assert cause(SERVED, KNOWN, DATE) is Cause.HIT  # all of it was reused, whatever differs
 
 
-def test_first_words_of_a_template_are_first_sight_unless_they_are_all_of_the_conversation() -> (
-    None
-):
+def test_few_reused_tokens_are_first_sight_unless_they_are_all_of_the_conversation() -> None:
     few, more = (served(n, n, Why.LIVE_LONGEST) for n in (64, 65))
     assert (few.outcome, cause(few, Past(64, 64))) == ("miss", Cause.FIRST_SIGHT)
     assert (more.outcome, cause(more, Past(65, 65))) == ("hit", Cause.HIT)
