@@ -31,6 +31,13 @@ class Behind:
     async def ask(self, number: int, turn: int) -> int:
         """Send one turn of a conversation; return the number of the host that served it."""
         before = [await self._evaluated(rig) for rig in self.rigs]
+        await self.send(number, turn)
+        after = [await self._evaluated(rig) for rig in self.rigs]
+        (host,) = (i for i in range(2) if after[i] > before[i])
+        return host
+
+    async def send(self, number: int, turn: int) -> None:
+        """Send one turn of a conversation, which any host may serve."""
         body = {"messages": CONVERSATIONS[number][turn], "tools": TOOLS, "max_tokens": 2}
         body["metadata"] = {"more": "than HAProxy can repeat " * 1000}
         url = self.balancer.base_url + "/v1/chat/completions"
@@ -38,9 +45,6 @@ class Behind:
         async with aiohttp.ClientSession() as client:
             async with client.post(url, json=body, headers=headers) as reply:
                 assert reply.status == 200, await reply.text()
-        after = [await self._evaluated(rig) for rig in self.rigs]
-        (host,) = (i for i in range(2) if after[i] > before[i])
-        return host
 
     async def _evaluated(self, rig: Rig) -> int:
         is_running = rig.server.is_running
@@ -108,7 +112,7 @@ async def test_a_host_without_its_llama_server_is_passed_over(
 
         await asyncio.to_thread(rigs[1 - left].server.kill)
         await until(lambda: is_down(haproxy, 1 - left))
-        waiting = asyncio.ensure_future(haproxy.ask(0, 2))
+        waiting = asyncio.ensure_future(haproxy.send(0, 2))
         await until(lambda: waits_at_a_host(rigs))
         for rig in rigs:
             await asyncio.to_thread(rig.server.start)
