@@ -61,6 +61,7 @@ class ReplyHandler(ResponseHandler):
     """
 
     on_change: Callable[[], None] = staticmethod(lambda: None)
+    _has_ended = False
 
     def close(self) -> None:
         self.set_exception(aiohttp.ClientConnectionError("it was cut"))
@@ -72,6 +73,7 @@ class ReplyHandler(ResponseHandler):
             self.on_change()
 
     def eof_received(self) -> None:
+        self._has_ended = True
         if self.transport is not None:
             self.transport.abort()
 
@@ -83,7 +85,8 @@ class ReplyHandler(ResponseHandler):
         self.on_change = ReplyHandler.on_change
 
     def set_exception(self, *errors: BaseException) -> None:
-        if self._payload is not None and not self._payload.is_eof():
+        # After the end aiohttp may still be writing, which fails; whether all came is told elsewhere.
+        if self._payload is not None and not (self._has_ended or self._payload.is_eof()):
             self._payload.set_exception(aiohttp.ClientPayloadError("it broke off"))
         super().set_exception(*errors)
 

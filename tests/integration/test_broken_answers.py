@@ -234,6 +234,22 @@ async def test_end_is_an_end_though_the_body_was_not_read(ask: Ask, upstream: Up
         assert await answer.read() == b"[1]"
 
 
+async def test_end_is_an_end_though_writing_fails_beside_it(
+    ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = ReplyHandler.eof_received
+
+    def received(connection: ReplyHandler) -> None:
+        """As when aiohttp goes on to write a body on the connection that is being closed."""
+        end(connection)
+        connection.set_exception(aiohttp.ClientConnectionResetError("closing"))
+
+    monkeypatch.setattr(ReplyHandler, "eof_received", received)
+    upstream.parts, upstream.end = [JSON + b"\r\n", b"[1]"], "half-close"
+    async with ask() as answer:
+        assert await answer.read() == b"[1]"
+
+
 async def test_client_that_leaves_leaves_no_connection(ask: Ask, upstream: Upstream) -> None:
     upstream.end = "hold"
 
