@@ -145,7 +145,6 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     guard = only_operators(token, open_paths, split_address(settings.admin)[0])
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
-    operators.on_shutdown.append(page.stop)
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit = MAX_REQUESTS * len(pool.roots)

@@ -5,7 +5,7 @@ sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebin
 read the answers. Only the name in Host shows that. On the internet nobody can own a name without a dot, or
 one under the domains below; in a stranger's network somebody may (docs/security.md). Browsers send an
 Origin with every request of another site's page that can read the answer, and with every request that
-changes something. Other requests of such a page, as for an image, could hold all places of the live page.
+changes something. Other requests of such a page, as for an image, are refused by their Sec-Fetch headers.
 """
 
 import asyncio

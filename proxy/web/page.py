@@ -1,8 +1,6 @@
-"""The live page of the admin listener: its files, and server-sent events that keep it up to date.
+"""The live page of the admin listener: its files, and overviews of the proxy, which the page asks for.
 
-For each open page the proxy makes an overview of itself twice a second, and sends it if it differs from the
-last overview. Overviews are not queued: a page that does not read fills one socket buffer and is then cut
-off, and requests never wait for a page. While no page is open, the proxy makes no overviews.
+An open page asks twice a second. While no page is open, the proxy makes no overviews.
 """
 
 import asyncio
@@ -13,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from proxy.core.slots import TAINTED
@@ -23,9 +20,7 @@ from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request
 from proxy.serving.services import Services
-from proxy.tasks import wait_for
 from proxy.web.admin import json_response, status_of
-from proxy.web.writer import OF_EVENTS
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -44,10 +39,6 @@ _ASSETS = Path(__file__).with_name("assets")
 MAX_REQUESTS = 50
 """The most requests in one overview; earlier requests are at /requests."""
 _MAX_DIGITS = 18
-MAX_READERS = 16
-_OVERVIEW_SECONDS = 0.5
-PATIENCE_SECONDS = 10.0
-SIGN_OF_LIFE_SECONDS = 15.0
 PROGRESS_SECONDS = 1.0
 KEPT_SECONDS = 300.0
 """The least time between two writes of the history, some 20 KiB each; it is also written at the end."""
@@ -58,8 +49,6 @@ class LivePage:
     """Serves the page at `/`, its files under `/page/`, and overviews of the running proxy."""
 
     def __init__(self, shared: Services, pool: Pool) -> None:
-        self._stopping = asyncio.Event()
-        self.n_readers = 0
         self._shared = shared
         self._pool = pool
         self._run = secrets.token_hex(4)
@@ -89,24 +78,6 @@ class LivePage:
             self._n_kept = n_recorded
             with suppress(StoreFault):  # if the write fails, counts are lost
                 await self._shared.store.put_value(_HISTORY, self._shared.journal.past)
-
-    def since(self, position: str) -> dict[str, Any]:
-        """Return the present state and the requests since *position*; the last ones if it is not known.
-
-        The field `position` names this overview: an overview since that position has only later requests.
-        """
-        self._ask_for_progress()
-        journal, (run, _, number) = self._shared.journal, position.partition("-")
-        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
-        n_seen = int(number) if is_known else 0
-        return {
-            **status_of(self._shared, self._pool),
-            "in_flight": [self._flight(request) for request in journal.in_flight.values()],
-            "today": journal.today(),
-            "keeps": journal.keep,
-            "position": f"{self._run}-{journal.n_recorded}",
-            "requests": journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
-        }
 
     def _ask_for_progress(self) -> None:
         """Begin to ask every busy llama-server for its progress, once a second at most.
@@ -175,7 +146,6 @@ class LivePage:
             web.get("/", self.file),
             web.get("/page/{name}", self.file),
             web.get("/overview", self.overview),
-            web.get("/events", self.events),
             web.get("/history", self.history),
         ]
 
@@ -183,10 +153,6 @@ class LivePage:
         """Return how much was reused in the last two hours, in the last 30 days, and today."""
         self._shared.journal.today()  # a new day may have begun since the last request
         return json_response(self._shared.journal.past)
-
-    async def stop(self, _: web.Application) -> None:
-        """End all streams: the proxy is about to stop, and would wait for them."""
-        self._stopping.set()
 
     async def file(self, request: web.Request) -> web.FileResponse:
         """Return the named file of the page, or the page itself."""
@@ -196,39 +162,20 @@ class LivePage:
         return web.FileResponse(path, headers=_HEADERS)
 
     async def overview(self, request: web.Request) -> web.Response:
-        """Return one overview, with the requests since the position in `since`."""
-        return json_response(self.since(request.query.get("since", "")))
+        """Return the present state and the requests since a position; the last ones if it is not known.
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
-        """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
-        if self.n_readers >= MAX_READERS:
-            raise web.HTTPServiceUnavailable(text="too many pages are open")
-        response = web.StreamResponse(headers=OF_EVENTS | {"Cache-Control": "no-store"})
-        self.n_readers += 1
-        try:
-            with suppress(ConnectionResetError):
-                await response.prepare(request)
-                await self._tell(response, request.query.get("since", ""))
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-        finally:
-            self.n_readers -= 1
-        return response
-
-    async def _tell(self, response: web.StreamResponse, position: str) -> None:
-        """Write each changed overview; raises TimeoutError if the reader does not read."""
-        told: dict[str, Any] | None = None
-        told_at = time.monotonic()
-        while not self._stopping.is_set():
-            new, data = self.since(position), b""
-            if told is None or new | {"requests": told["requests"]} != told:
-                told, position = new, new["position"]
-                data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(new))
-            elif time.monotonic() - told_at > SIGN_OF_LIFE_SECONDS:
-                data = b":\n\n"
-            if data:
-                async with asyncio.timeout(PATIENCE_SECONDS):
-                    await response.write(data)
-                told_at = time.monotonic()
-            await wait_for(self._stopping, _OVERVIEW_SECONDS)
+        The field `position` names this overview: an overview since that position has only later requests.
+        """
+        self._ask_for_progress()
+        journal = self._shared.journal
+        run, _, number = request.query.get("since", "").partition("-")
+        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
+        n_seen = int(number) if is_known else 0
+        return json_response(
+            **status_of(self._shared, self._pool),
+            in_flight=[self._flight(each) for each in journal.in_flight.values()],
+            today=journal.today(),
+            keeps=journal.keep,
+            position=f"{self._run}-{journal.n_recorded}",
+            requests=journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
+        )

@@ -21,7 +21,7 @@ from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, question
 
 EVERYWHERE = "0.0.0.0:0"
-ROUTES = ("/", "/health", "/metrics", "/requests", "/checkpoints", "/overview", "/events", "/tree")
+ROUTES = ("/", "/health", "/metrics", "/requests", "/checkpoints", "/overview", "/tree")
 
 
 async def status(rig: Rig, path: str, method: str = "GET", **how: Any) -> int:

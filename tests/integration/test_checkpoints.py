@@ -83,7 +83,7 @@ async def test_pages_of_other_sites_are_refused(start_rig: StartRig) -> None:
             assert (await ask(rig, "GET", checked, Host="rebound.example.org"))[0] == 403
             assert (await ask(rig, "GET", checked, Host="llm.internal"))[0] == 200
         image = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "image"}
-        for part in ("/events", "/page/icon.svg", "/requests/miss"):  # without an Origin
+        for part in ("/overview", "/page/icon.svg", "/requests/miss"):  # without an Origin
             assert (await ask(rig, "GET", part, **image))[0] == 403
             image["Sec-Fetch-Site"] = "same-site"  # as of another port of this machine
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "document"}

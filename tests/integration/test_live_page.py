@@ -1,10 +1,8 @@
-"""What the live page is served and sent, and what readers that leave, lag or crowd may cost."""
+"""What the live page is served and told."""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -16,17 +14,10 @@ from yarl import URL
 from proxy.explain import report
 from proxy.explain.report import sums_at
 from proxy.llama.client import SlotStatus
-from proxy.web import page as events_module
-from proxy.web.page import MAX_READERS, POLICY, LivePage
+from proxy.web.page import POLICY, LivePage
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question
-from tests.lab.waiting import HANG_SECONDS, until
-
-
-async def overviews(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    async for line in reply.content:
-        if line.startswith(b"data: "):
-            yield msgspec.json.decode(line[6:])
+from tests.lab.waiting import until
 
 
 async def look(rig: Rig, since: str) -> dict[str, Any]:
@@ -36,57 +27,29 @@ async def look(rig: Rig, since: str) -> dict[str, Any]:
 
 async def test_page_is_told_of_requests_as_they_end_and_once(start_rig: StartRig) -> None:
     async with start_rig() as rig:
-        async with rig.client.get(rig.admin_url + "/events") as reply:
-            assert reply.headers["Content-Type"] == "text/event-stream"
-            told = overviews(reply)
-            first = await anext(told)
-            assert first["state"] == "caching" and first["servers"] and not first["requests"]
-            assert {slot["state"] for slot in first["servers"][0]["slots"]} == {"empty"}
-            await rig.chat(question("a"))
-            async for overview in told:
-                if overview["requests"]:
-                    break
-            assert overview["today"]["n_requests"] == len(overview["requests"]) == 1
+        first = await look(rig, since="")
+        assert first["state"] == "caching" and first["servers"] and not first["requests"]
+        assert {slot["state"] for slot in first["servers"][0]["slots"]} == {"empty"}
+        await rig.chat(question("a"))
+        await rig.settled()
+        overview = await look(rig, since="")
+        assert overview["today"]["n_requests"] == len(overview["requests"]) == 1
         again = await look(rig, since=first["position"])
         assert again["requests"] == overview["requests"]
         assert (await look(rig, since=again["position"]))["requests"] == []
         assert (await look(rig, since="another-9"))["requests"] == again["requests"]
-        for path in ("/events", "/overview"):
-            foreign = {"Origin": "http://another.site"}
-            async with rig.client.get(rig.admin_url + path, headers=foreign) as reply:
-                assert reply.status == 403
+        foreign = {"Origin": "http://another.site"}
+        async with rig.client.get(rig.admin_url + "/overview", headers=foreign) as reply:
+            assert reply.status == 403
         for path, status in (("/", 403), ("/requests", 403), ("/tree", 403), ("/health", 200)):
             rebound = {"Host": "another.site"}
             async with rig.client.get(rig.admin_url + path, headers=rebound) as reply:
                 assert reply.status == status
 
 
-async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy(
-    start_rig: StartRig,
-) -> None:
-    async with start_rig() as rig, AsyncExitStack() as stack:
-        url = rig.admin_url + "/events"
-        readers = [await stack.enter_async_context(rig.client.get(url)) for _ in range(MAX_READERS)]
-        async with rig.client.get(url) as reply:
-            assert reply.status == 503 and await reply.json() == {
-                "error": "too many pages are open"
-            }
-        readers.pop().close()
-        async with asyncio.timeout(HANG_SECONDS):
-            while True:  # it makes room, once that is noticed
-                async with rig.client.get(url) as reply:
-                    if reply.status == 200:
-                        break
-        told = overviews(readers[0])
-        await anext(told)
-        await rig.stop_proxy()
-        async with asyncio.timeout(HANG_SECONDS):
-            assert all([overview["state"] async for overview in told])  # they end
-
-
 async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
-    app = web.Application()
-    app.add_routes(TalkativePage().routes())
+    app, nothing = web.Application(), cast(Any, None)
+    app.add_routes(LivePage(nothing, nothing).routes())
     async with TestServer(app) as server, aiohttp.ClientSession(server.make_url("/")) as client:
         async with client.get("/") as reply:
             assert reply.status == 200 and reply.headers["Content-Security-Policy"] == POLICY
@@ -101,34 +64,6 @@ async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
         for name in ("none.js", "..%2Ffiles.py", "files.py"):
             async with client.get(URL(f"/page/{name}", encoded=True)) as reply:
                 assert reply.status == 404
-
-
-class TalkativePage(LivePage):
-    """Its looks are new each time, and larger than any socket's buffer."""
-
-    n_looks = 0
-
-    def __init__(self) -> None:
-        nothing: Any = None
-        super().__init__(nothing, nothing)
-
-    def since(self, position: str) -> dict[str, Any]:
-        self.n_looks += 1
-        reason = {"kind": "x", "reason": f"{self.n_looks}" + "x" * 8_000_000}
-        return {"reasons": [reason], "requests": [], "position": ""}
-
-
-async def test_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "PATIENCE_SECONDS", 0.2)
-    page = TalkativePage()
-    app = web.Application()
-    app.add_routes(page.routes())
-    async with TestServer(app) as server:
-        url = server.make_url("/events")
-        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
-        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
-        await until(lambda: page.n_looks and not page.n_readers)
-        writer.close()
 
 
 async def test_request_in_flight_is_told_with_what_it_waits_for(start_rig: StartRig) -> None:

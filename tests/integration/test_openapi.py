@@ -15,7 +15,7 @@ from proxy.web.page import LivePage
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, question
 
-_FOR_THE_PAGE = {"/", "/page/{name}", "/events", "/openapi.json"}
+_FOR_THE_PAGE = {"/", "/page/{name}", "/openapi.json"}
 
 
 async def _document(rig: Rig) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import { capital, clock } from "./words.js";
 const NAME = document.title;
 const CONNECTIONS = {
   live: "Live",
-  polling: "Live, every 4 s",
   paused: "Paused",
   gone: "The proxy does not answer",
 };

@@ -1,21 +1,20 @@
-// Follows the proxy: by its event stream, and where that breaks by asking every few seconds.
+// Follows the proxy: asks what has changed, as long as somebody looks at the page.
 
 import { fetchJson } from "./dom.js";
 
-const POLL_MS = 4000;
-const STREAM_AGAIN_MS = 15000;
+const ASK_MS = 500;
+const ASK_AGAIN_MS = 4000;
 
 export class Stream {
-  #source = null;
   #timer = null;
+  #round = 0;
   #position = "";
-  #openedAt = 0;
+  #told = "";
   #isPaused = false;
 
   constructor(onOverview, onConnection) {
     this.onOverview = onOverview;
     this.onConnection = onConnection;
-    // Browsers allow few connections to one host: pages that nobody sees give theirs back.
     document.addEventListener("visibilitychange", () => this.#follow());
     this.#follow();
   }
@@ -26,44 +25,26 @@ export class Stream {
   }
 
   #follow() {
-    this.#close();
+    clearTimeout(this.#timer);
+    this.#round += 1;
     if (this.#isPaused) this.onConnection("paused");
-    else if (!document.hidden) this.#open();
+    else if (!document.hidden) this.#ask(this.#round);
   }
 
-  #open() {
-    this.#openedAt = Date.now();
-    this.#source = new EventSource(`events?since=${encodeURIComponent(this.#position)}`);
-    this.#source.onmessage = (event) => {
-      this.#take(JSON.parse(event.data));
-      this.onConnection("live");
-    };
-    this.#source.onerror = () => {
-      this.#close();
-      this.#poll();
-    };
-  }
-
-  async #poll() {
-    try {
-      this.#take(await fetchJson(`overview?since=${encodeURIComponent(this.#position)}`));
-      this.onConnection("polling");
-    } catch {
-      this.onConnection("gone");
-    }
-    if (this.#source || this.#isPaused || document.hidden) return;
-    const isDue = Date.now() - this.#openedAt > STREAM_AGAIN_MS;
-    this.#timer = setTimeout(() => (isDue ? this.#open() : this.#poll()), POLL_MS);
+  async #ask(round) {
+    const path = `overview?since=${encodeURIComponent(this.#position)}`;
+    const overview = await fetchJson(path).catch(() => null);
+    if (round !== this.#round) return; // paused, hidden or begun anew meanwhile
+    if (overview) this.#take(overview);
+    this.onConnection(overview ? "live" : "gone");
+    this.#timer = setTimeout(() => this.#ask(round), overview ? ASK_MS : ASK_AGAIN_MS);
   }
 
   #take(overview) {
+    const told = JSON.stringify(overview);
+    if (told === this.#told) return;
+    this.#told = told;
     this.#position = overview.position;
     this.onOverview(overview);
-  }
-
-  #close() {
-    clearTimeout(this.#timer);
-    this.#source?.close();
-    this.#source = null;
   }
 }
