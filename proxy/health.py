@@ -1,7 +1,7 @@
 """The conditions that are active now, and the cache faults that were counted."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -55,18 +55,15 @@ class Degradations:
     `at` returns the conditions of one llama-server, `where`. All share one table.
     """
 
-    def __init__(
-        self, metrics: Metrics, clock: Callable[[], float] = time.time, wait_seconds: float = 60.0
-    ) -> None:
+    def __init__(self, metrics: Metrics, wait_seconds: float = 60.0) -> None:
         self.where = ""
         self._wait_seconds = wait_seconds
         self._metrics = metrics
-        self._clock = clock
         self._log = get_logger("cache")
         self._active: dict[tuple[str, DegradationKind], Degradation] = {}
         self._logged_at: dict[tuple[str, DegradationKind], float] = {}
         self._servers: set[str] = set()
-        self._began = {State.CACHING: clock()}
+        self._began = {State.CACHING: time.time()}
 
     def at(self, where: str) -> "Degradations":
         """Return the conditions of one llama-server; it counts for `state` once the first one begins."""
@@ -107,7 +104,7 @@ class Degradations:
         if known := self._active.get(key):
             self._active[key] = replace(known, detail=detail or known.detail)
             return
-        facts = detail, self._clock(), self.where, self._wait_seconds
+        facts = detail, time.time(), self.where, self._wait_seconds
         begun = self._active[key] = Degradation(kind, *facts)
         if self.where:
             self._servers.add(self.where)
@@ -142,7 +139,7 @@ class Degradations:
                     "degradation ended",
                     kind=kind.value,
                     **({"where": self.where} if self.where else {}),
-                    seconds=round(self._clock() - ended.since, 1),
+                    seconds=round(time.time() - ended.since, 1),
                     state=self.state.value,
                     says="" if kind in PASSING else over,
                 )
@@ -157,7 +154,7 @@ class Degradations:
         """Note since when the state holds, if it is another one than before."""
         if (state := self.state) not in self._began:
             self._began.clear()
-            self._began[state] = self._clock()
+            self._began[state] = time.time()
 
 
 class Faults:

@@ -1,6 +1,7 @@
 """The closed set of degradations: words, cures, and the state that follows."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -27,8 +28,10 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=clock))
+    return clock
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def noted(metrics: Metrics, clock: Clock) -> Degradations:
-    return Degradations(metrics, clock)
+    return Degradations(metrics)
 
 
 def sample(metrics: Metrics, name: str, kind: DegradationKind) -> float | None:
