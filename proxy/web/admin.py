@@ -5,7 +5,7 @@ sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebin
 read the answers. Only the name in Host shows that. On the internet nobody can own a name without a dot, or
 one under the domains below; in a stranger's network somebody may (docs/security.md). Browsers send an
 Origin with every request of another site's page that can read the answer, and with every request that
-changes something. Other requests of such a page, as for an image, are refused by their Sec-Fetch headers.
+changes something. Other requests of such a page, as for an image, neither read nor change anything.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
                 )
             origin = request.headers.get("Origin")
             is_own = origin is None or origin.partition("://")[2].lower() == request.host.lower()
-            if not is_own or _is_part_of_another_page(request.headers):
+            if not is_own:
                 raise _refused(web.HTTPForbidden, "not for pages of other sites")
         if token is not None and request.path not in open_paths:
             _require(token, request)
@@ -107,12 +107,6 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             raise
 
     return check
-
-
-def _is_part_of_another_page(headers: Mapping[str, str]) -> bool:
-    """Return whether a page of another site loads this, such as an image; a link to here is no part."""
-    is_elsewhere = headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
-    return is_elsewhere and headers.get("Sec-Fetch-Dest") != "document"
 
 
 def _require(token: str, request: web.Request) -> None:
