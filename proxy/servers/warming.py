@@ -8,7 +8,7 @@ prompt, in the namespace of the tenant that sent them first, so that its next re
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,8 @@ from proxy.serving.services import Services
 _PATH = "/completion"
 _LOOK_SECONDS = 0.25
 
-OnProgress = Callable[[int, int], object]
-"""Is told how many tokens are done, of how many."""
+OnProgress = Callable[..., Awaitable[None]]
+"""Is told that `n_done` tokens are done, of `n_tokens`."""
 
 
 class NotWarmed(CacheFault):
@@ -126,7 +126,7 @@ class Warming:
                     watch.cancel()
                 if (answer := request.answer) and answer.status != 200:
                     raise NotWarmed(str(UpstreamRefused(answer.status, answer.complaint)))
-            on_progress(prompt.n_tokens, prompt.n_tokens)
+            await on_progress(n_done=prompt.n_tokens, n_tokens=prompt.n_tokens)
             if not was_kept:
                 await _save(servers, prompt)
                 n_usable, checkpoint = _kept(process, prompt)
@@ -154,7 +154,8 @@ async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> N
         for status in statuses:
             is_ours = process.slots[SlotId(status.id)].destined == prompt.tokens
             if is_ours and status.is_processing:
-                on_progress(min(status.n_held or 0, prompt.n_tokens), prompt.n_tokens)
+                n_done = min(status.n_held or 0, prompt.n_tokens)
+                await on_progress(n_done=n_done, n_tokens=prompt.n_tokens)
         await asyncio.sleep(_LOOK_SECONDS)
 
 

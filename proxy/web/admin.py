@@ -274,28 +274,19 @@ class Admin:
             wanted = await self._read(request, keys, is_whole=is_whole)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
-        def tell(n_done: int, n_tokens: int) -> None:
-            lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
+        async def tell(**told: Any) -> None:
+            with suppress(ConnectionResetError):  # the client left: this is cancelled next
+                await response.write(msgspec.json.encode(told) + b"\n")
 
-        async def warm() -> None:
-            try:
-                warmed = await self._warming.warm(wanted, tell, is_whole=is_whole)
-                lines.put_nowait({"warmed": warmed})
-            except (CacheFault, ProxyError) as error:
-                why = ": `stats` says why, and what helps" * isinstance(error, ServerAway)
-                lines.put_nowait({"error": f"{error}{why}"})
-            except Exception:
-                lines.put_nowait({"error": "the proxy failed: its log says more"})
-                raise
-
-        task = asyncio.ensure_future(warm())
         try:
-            while not (task.done() and lines.empty()):
-                await response.write(msgspec.json.encode(await lines.get()) + b"\n")
-        finally:
-            task.cancel()
+            await tell(warmed=await self._warming.warm(wanted, tell, is_whole=is_whole))
+        except (CacheFault, ProxyError) as error:
+            why = ": `stats` says why, and what helps" * isinstance(error, ServerAway)
+            await tell(error=f"{error}{why}")
+        except Exception as error:
+            self._shared.faults.record("unattended action", error)
+            await tell(error="the proxy failed: its log says more")
         await response.write_eof()
         return response
 
