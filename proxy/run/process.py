@@ -87,12 +87,10 @@ def free_port(host: str, port: int = 0) -> int:
     Builds of llama-server that share ports would start all the same, and answer every other request.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or "127.0.0.1", port, type=socket.SOCK_STREAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        found = socket.getaddrinfo(host or "127.0.0.1", port, type=socket.SOCK_STREAM)
+        family, *_, address = found[0]
+        is_ipv6 = family == socket.AF_INET6
+        with socket.create_server(address, family=family, dualstack_ipv6=is_ipv6) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
         why = f"llama-server cannot listen on {host}:{port}: {in_words(error)}"
