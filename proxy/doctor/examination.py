@@ -43,6 +43,7 @@ from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore
+from proxy.tasks import Tasks
 
 Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
 """The checkpoints of the examined directory, and the owners of their namespaces."""
@@ -293,7 +294,7 @@ class ProbedServer(client.LlamaServer):
         self.restores: list[tuple[int, float]] = []
         self.file: os.stat_result | None = None
         self.state: StateFile | None = None
-        self._unfinished: set[asyncio.Future[client.Saved]] = set()
+        self._saves = Tasks()
 
     async def props(self, seconds: float = client.QUICK_SECONDS) -> client.Props:
         props = await super().props(seconds)
@@ -317,10 +318,7 @@ class ProbedServer(client.LlamaServer):
         NoRoom for such a slot, so that the attach leaves it alone.
         """
         self.names.append(file_name)
-        saving = asyncio.ensure_future(super().save(slot_id, file_name))
-        self._unfinished.add(saving)
-        saving.add_done_callback(self._unfinished.discard)
-        saved = await asyncio.shield(saving)
+        saved = await asyncio.shield(self._saves.start(super().save(slot_id, file_name)))
         with suppress(OSError, errors.StateFileMalformed):
             self.file = self.files.path(file_name).stat()
             state = await asyncio.to_thread(read_state_file, self.files.path(file_name))
@@ -380,7 +378,7 @@ class ProbedServer(client.LlamaServer):
         that was given up while llama-server still parsed it starts after the first erase: so /slots is
         checked afterwards.
         """
-        await asyncio.gather(*self._unfinished, return_exceptions=True)
+        await self._saves.drain(client.SLOT_ACTION_SECONDS)
         with suppress(errors.CacheFault):
             for _ in range(_ERASE_ATTEMPTS if self.empty else 0):
                 await self.erase_all()
