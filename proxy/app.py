@@ -1,10 +1,11 @@
 """The composition root: the only file that builds things and wires them together."""
 
 import asyncio
+import secrets
 import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from proxy.servers.pool import Pool
 from proxy.serving.services import Services, new_shared, note_quarantined
 from proxy.settings import MAX_REQUESTS, Settings, parse_list, split_address, upstream_urls
 from proxy.stabilize.model import parse_switches
-from proxy.store.files import is_private
+from proxy.store.files import is_private, replacing
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Deadline
 from proxy.web.admin import Admin, only_operators
@@ -129,6 +130,24 @@ def open_tier(settings: Settings, shared: Services) -> "Tier | None":
         return None
 
 
+def admin_token(settings: Settings) -> str | None:
+    """Return the token that the admin listener asks for, None for none; the first one is made and told.
+
+    Raises SettingsError if a file that was given cannot be read, or is empty.
+    """
+    is_here = configuration.is_loopback(split_address(settings.admin)[0])
+    if is_here and not settings.admin_token_file:
+        return None
+    if (token := configuration.read_admin_token(settings)) is None:
+        token, path = secrets.token_urlsafe(24), configuration.admin_token_file(settings)
+        # In a directory that cannot be written the token is not kept.
+        with suppress(OSError), replacing(path, path.with_suffix(".new")) as file:
+            file.write(f"{token}\n".encode())
+        says = f"the live page and the commands ask for a token: {token} (kept in {path})"
+        get_logger("admin").info("token made", token=token, kept_in=str(path), says=says)
+    return token
+
+
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncIterator[Running]:
     shared.metrics.set_gauges = partial(set_gauges, shared, pool)
@@ -136,13 +155,9 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
         shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
         count_evictions(shared, shared.opened_store)
     aliases, page = configuration.parse_pairs(settings.aliases), LivePage(shared, pool)
-    token, is_new = configuration.admin_token(settings)
-    if is_new:
-        path = str(configuration.admin_token_file(settings))
-        says = f"the live page and the commands ask for a token: {token} (kept in {path})"
-        get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
-    guard = only_operators(token, open_paths, split_address(settings.admin)[0])
+    own_host = split_address(settings.admin)[0]
+    guard = only_operators(admin_token(settings), open_paths, own_host)
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.cleanup_ctx.append(page.history_kept)

@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -296,24 +295,6 @@ def read_admin_token(settings: Settings) -> str | None:
     if not token and settings.admin_token_file:
         raise SettingsError(f"admin_token_file: {path} is empty")
     return token or None
-
-
-def admin_token(settings: Settings) -> tuple[str | None, bool]:
-    """Return the token that the admin listener asks for, None for none, and whether it was made now.
-
-    Raises SettingsError as `read_admin_token`.
-    """
-    if not settings.admin_token_file and is_loopback(split_address(settings.admin)[0]):
-        return None, False
-    if (token := read_admin_token(settings)) is not None:
-        return token, False
-    token = secrets.token_urlsafe(24)
-    with suppress(OSError):  # in a directory that cannot be written the token is not kept
-        admin_token_file(settings).unlink(missing_ok=True)  # the disk was full: it is empty
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(os.open(admin_token_file(settings), flags, 0o600), "w") as file:
-            file.write(token + "\n")
-    return token, True
 
 
 def token_to_show(settings: Settings) -> str | None:

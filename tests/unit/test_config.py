@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from proxy.app import admin_token
 from proxy.core.sharing import SharedLimits
 from proxy.errors import SettingsError
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
     NAMES,
     Settings,
-    admin_token,
     complete_settings,
     merge_settings,
     parse_pairs,
@@ -142,10 +142,10 @@ def test_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
     kept = tmp_path / "admin-token"
     kept.touch()
     settings = Settings(slot_save_path=str(tmp_path), admin="0.0.0.0:8082")
-    token, is_new = admin_token(settings)
-    assert is_new and token and kept.read_text().strip() == token
+    token = admin_token(settings)
+    assert token and kept.read_text().strip() == token
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert admin_token(settings) == (token, False)
+    assert admin_token(settings) == token
 
 
 @pytest.mark.parametrize(
