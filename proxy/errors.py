@@ -97,6 +97,10 @@ class UpstreamRefused(UpstreamFault):
         self.status = status
 
 
+class NotKnown(CacheFault):
+    """What somebody asks for by its id is not known here; the message says why."""
+
+
 class WillBeRefused(CacheFault):
     """llama-server will refuse a request before it reaches a slot; the message says why."""
 

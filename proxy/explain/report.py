@@ -23,7 +23,7 @@ from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
 from proxy.core.rates import seconds_in_words
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import ProxyError, ProxyStopped, ServerAway, TooManyRequests
+from proxy.errors import NotKnown, ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
@@ -146,8 +146,11 @@ class Journal:
         )
         return list(islice(found, max(0, limit)))
 
-    def explain(self, request_id: str) -> views.Explanation | None:
-        """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
+    def explain(self, request_id: str) -> views.Explanation:
+        """Return the explanation of a request by its id, of the last one or of the last miss.
+
+        Raises NotKnown if there is none.
+        """
         newest, found = reversed(self._ended.values()), self._ended.get(request_id)
         if request_id == LAST:
             # A command's own requests are meant only if there are no others.
@@ -156,7 +159,7 @@ class Journal:
         elif request_id == MISS:
             found = next((each for each in newest if each[0].cause.is_miss), None)
         if found is None:
-            return None
+            raise NotKnown(self._why_unknown(request_id))
         record, judgement = found
         cause, is_same = record.cause, judgement.is_same_conversation
         return views.Explanation(
@@ -183,8 +186,7 @@ class Journal:
         costs = sketch.costs_of(known.sketch, len(known.tokens), n_prompt, old, n_known)
         return msgspec.structs.replace(found, costs=costs)
 
-    def why_unknown(self, request_id: str) -> str:
-        """Return why there is no explanation of a request, in words."""
+    def _why_unknown(self, request_id: str) -> str:
         if request_id == LAST:
             return "no request has ended since the proxy was started"
         if request_id == MISS:

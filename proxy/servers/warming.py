@@ -55,11 +55,9 @@ class Warming:
         """Return a request that evaluates the header of an earlier one, or all of it; raises NotWarmed.
 
         If the header is not known, it is all of the prompt. Without *keys* the proxy's own key is used.
+        Raises NotKnown if the request is not known.
         """
-        journal = self._shared.journal
-        explanation = journal.explain(request_id)
-        if explanation is None:
-            raise NotWarmed(journal.why_unknown(request_id))
+        explanation = self._shared.journal.explain(request_id)
         namespace, tokens = self._prompt(explanation)
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0

@@ -29,7 +29,7 @@ from proxy import __version__
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import Known, Slot, state_of
-from proxy.errors import CacheFault, ProxyError, ServerAway, StoreFault
+from proxy.errors import CacheFault, NotKnown, ProxyError, ServerAway, StoreFault
 from proxy.explain import views
 from proxy.health import Degradation
 from proxy.llama import requests
@@ -96,7 +96,7 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             request[_IS_OPERATOR] = True
         try:
             return await handler(request)
-        except NotWarmed as why:
+        except (NotKnown, NotWarmed) as why:
             raise _refused(web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
@@ -200,10 +200,9 @@ class Admin:
 
     async def explain(self, request: web.Request) -> web.Response:
         """Return the explanation of one request by its id, or of the last one."""
-        journal, request_id = self._shared.journal, request.match_info["id"]
+        journal = self._shared.journal
         await self._pool.accounted()
-        if (explanation := journal.explain(request_id)) is None:
-            raise _refused(web.HTTPNotFound, journal.why_unknown(request_id))
+        explanation = journal.explain(request.match_info["id"])
         return json_response(journal.with_costs(explanation))
 
     async def trace(self, request: web.Request) -> web.Response:
@@ -243,14 +242,14 @@ class Admin:
         is_pinned = request.method == "PUT"
         found = await self._shared.store.pin(_checkpoint_id(request), is_pinned=is_pinned)
         if found is None:
-            raise _refused(web.HTTPNotFound, _NOT_THERE)
+            raise NotKnown(_NOT_THERE)
         return json_response(id=f"{found.id:016x}", is_pinned=found.is_pinned)
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one checkpoint, a pinned one only with `pinned`."""
         store, may_be_pinned = self._shared.store, _is_asked_for(request, "pinned")
         if (checkpoint := store.get(_checkpoint_id(request))) is None:
-            raise _refused(web.HTTPNotFound, _NOT_THERE)
+            raise NotKnown(_NOT_THERE)
         if checkpoint.is_pinned and not may_be_pinned:
             raise _refused(web.HTTPConflict, "it is pinned")
         if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):

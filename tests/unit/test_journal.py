@@ -9,6 +9,7 @@ from proxy.core.messages import Kind, Route
 from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
+from proxy.errors import NotKnown
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import MAX_REQUESTS, Inquiry, Journal, Report
@@ -29,15 +30,17 @@ def record(request_id: str, cause: Cause = Cause.HIT, **fields: Any) -> RequestR
 
 def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
     journal = Journal()
-    assert journal.explain("last") is None
+    with pytest.raises(NotKnown):
+        journal.explain("last")
     for number in range(MAX_REQUESTS + 5):
         journal.add(record(str(number)))
     assert [r.id for r in journal.latest(2)] == [str(MAX_REQUESTS + 4), str(MAX_REQUESTS + 3)]
     assert len(journal.latest(10 * MAX_REQUESTS)) == MAX_REQUESTS
     assert journal.latest(-1) == []
-    last = journal.explain("last")
-    assert last is not None and last.request.id == str(MAX_REQUESTS + 4)
-    assert journal.explain("4") is None and journal.explain("5") is not None
+    assert journal.explain("last").request.id == str(MAX_REQUESTS + 4)
+    assert journal.explain("5").request.id == "5"
+    with pytest.raises(NotKnown, match="no request 4 is known"):
+        journal.explain("4")
     assert journal.n_recorded == MAX_REQUESTS + 5
 
 
@@ -79,7 +82,7 @@ def test_cure_is_one_that_is_not_on_and_would_have_helped(
     judgement = Judgement(Cause.DATE, is_same_conversation=is_same)
     journal.add(record("a", Cause.DATE, part=part), judgement)
     found = journal.explain("a")
-    assert found is not None and found.cure.endswith(expected)
+    assert found.cure.endswith(expected)
     offers = 'add a stabilizer, --stabilizers "safe, sticky_date": `sticky_date` lets' in found.cure
     assert offers == expected.startswith("from the next conversation on")
 
@@ -88,29 +91,28 @@ def test_cure_that_every_conversation_shares_is_offered_to_a_new_one_if_it_is_of
     for switched_on, is_offered in ((frozenset({Name.INLINE_REASONING}), False), (SAFE, True)):
         journal = Journal(switched_on=switched_on)
         journal.add(record("a", Cause.REASONING, part=PromptPart.ASSISTANT))
-        found = journal.explain("a")
-        assert found is not None and ("Or add" in found.cure) == is_offered
+        assert ("Or add" in journal.explain("a").cure) == is_offered
 
 
 def test_last_request_is_that_of_a_client_if_there_is_one() -> None:
     journal = Journal()
     journal.add(record("warmed", Cause.FIRST_SIGHT, client=OWN_CLIENT))
-    assert (found := journal.explain("last")) is not None and found.request.id == "warmed"
+    assert journal.explain("last").request.id == "warmed"
     journal.add(record("a", Cause.HIT))
     journal.add(record("b", Cause.HIT))
     journal.add(record("warmed again", Cause.FIRST_SIGHT, client=OWN_CLIENT))
     journal.add(record("after b", Cause.NOT_LOOKED_UP, kind=Kind.AHEAD))
-    assert (found := journal.explain("last")) is not None and found.request.id == "b"
+    assert journal.explain("last").request.id == "b"
 
 
 def test_last_miss_is_found_behind_what_came_after_it() -> None:
     journal = Journal()
     journal.add(record("a", Cause.HIT))
-    assert journal.explain("miss") is None and "no miss" in journal.why_unknown("miss")
+    with pytest.raises(NotKnown, match="no miss"):
+        journal.explain("miss")
     for request_id, cause in (("b", Cause.DATE), ("c", Cause.EVICTED), ("d", Cause.FIRST_SIGHT)):
         journal.add(record(request_id, cause))
-    found = journal.explain("miss")
-    assert found is not None and found.request.id == "c"
+    assert journal.explain("miss").request.id == "c"
 
 
 def test_every_cause_has_words() -> None:
