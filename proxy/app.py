@@ -294,7 +294,7 @@ def count_evictions(shared: Services, store: CheckpointStore) -> None:
     def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
         if reason is not Removal.SUPERSEDED:
             cause = Cause.RESTORE_REFUSED if reason is Removal.BROKEN else Cause.EVICTED
-            shared.journal.note_loss(checkpoint.namespace, tokens, cause)
+            shared.journal.prompts.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
         if shared.tier:
             shared.tier.uploads.note_removed(checkpoint, reason)

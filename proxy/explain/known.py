@@ -176,8 +176,10 @@ class KnownPrompts:
         """Return a known prompt that begins with the prompt of a request; None if there is none."""
         return next((known for known in self._known if request_id in known.ids), None)
 
-    def note_loss(self, namespace: Namespace, tokens: TokenIds, cause: Cause) -> None:
-        """Note the loss of the state of *tokens* with all prompts that begin alike."""
+    def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
+        """Note the loss of the state of *tokens*, if these are known, with all prompts that begin alike."""
+        if tokens is None:
+            return
         for known in self._known:
             others, n_lost = known.tokens, known.loss[1]
             if n_lost < min(len(tokens), len(others)) and tokens[n_lost] == others[n_lost]:

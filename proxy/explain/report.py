@@ -22,7 +22,6 @@ from proxy.core.messages import Chat, Kind, chat_asked, kind_of
 from proxy.core.model import Outcome, Prompt, tenant_namespace
 from proxy.core.plan import most_useful
 from proxy.core.rates import seconds_in_words
-from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import NotKnown, ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
@@ -114,11 +113,6 @@ class Journal:
     def shown(self, text: str) -> str:
         """Return a text, such as a conversation's first words, if text is kept."""
         return text if self.keep == "text" else ""
-
-    def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
-        """Note why the state of these tokens is gone, for the requests that miss it."""
-        if tokens is not None:
-            self.prompts.note_loss(namespace, tokens, cause)
 
     def note_chat(self, request: "Request") -> None:
         """Note, once, what a request that has a conversation is to it."""

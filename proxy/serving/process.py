@@ -452,4 +452,4 @@ class Process(ServerServices):
         """Note why a checkpoint is gone, for the explanations of requests that miss it."""
         with suppress(errors.StoreFault):  # only the explanations suffer
             tokens = self.store.index.tokens(checkpoint.id)
-            self.journal.note_loss(checkpoint.namespace, tokens, cause)
+            self.journal.prompts.note_loss(checkpoint.namespace, tokens, cause)
