@@ -395,6 +395,7 @@ async def test_evaluating_ahead_goes_on_without_a_state_that_saves_took_the_plac
         gate = rig.server.hold("answered")
         asked = asyncio.ensure_future(rig.chat(messages))
         await gate.reached()
+        await until(lambda: rig.checkpoints == [("header", 307), ("turn start", 611)])
         store.append(rig.running.store)
         gate.open()
         await asked
