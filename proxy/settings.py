@@ -283,7 +283,7 @@ def admin_token_file(settings: Settings) -> Path:
 def read_admin_token(settings: Settings) -> str | None:
     """Return the admin listener's token, None if there is none beside the states.
 
-    Raises SettingsError if the file cannot be read, or one that was given is empty.
+    Raises SettingsError if the file cannot be read, or one that was given does not hold one token.
     """
     path = admin_token_file(settings)
     try:
@@ -292,8 +292,8 @@ def read_admin_token(settings: Settings) -> str | None:
         if isinstance(error, FileNotFoundError) and not settings.admin_token_file:
             return None
         raise SettingsError(f"admin_token_file: {in_words(error)}") from error
-    if not token and settings.admin_token_file:
-        raise SettingsError(f"admin_token_file: {path} is empty")
+    if settings.admin_token_file and len(token.split()) != 1:
+        raise SettingsError(f"admin_token_file: {path} must hold the token, and nothing else")
     return token or None
 
 
@@ -301,8 +301,7 @@ def token_to_show(settings: Settings) -> str | None:
     """Return the token to show to a proxy's admin listener, None if there is none.
 
     A token that lies beside the states is shown only to a listener of this machine. A user who may not read
-    it shows none: most such listeners ask for none. Raises SettingsError if a file that was given is empty,
-    or cannot be read.
+    it shows none: most such listeners ask for none. Raises SettingsError as `read_admin_token`.
     """
     is_here = is_loopback(split_address(reachable(settings.admin))[0])
     may_show = is_here and os.access(admin_token_file(settings), os.R_OK)
@@ -438,7 +437,8 @@ def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
         if unknown := [name for name in values if name not in NAMES]:
             raise SettingsError(f"{source}: {_no_setting(unknown, NAMES)}") from error
         name = str(error).partition(" - at `$.")[2].rstrip("`")
-        raise SettingsError(f"{source}: {_complaint(name, plain[name])}") from error
+        given = values[name] if is_size(name) else plain[name]
+        raise SettingsError(f"{source}: {_complaint(name, given)}") from error
 
 
 def _plain(source: str, name: str, value: Any) -> Any:

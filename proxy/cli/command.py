@@ -157,6 +157,8 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever reads the output has enough of it: click ends the command
+        except KeyboardInterrupt:
+            fail("interrupted", Exit.CUT_SHORT)
         except SettingsError as error:
             fail(error, Exit.USAGE)
         except (CacheFault, OSError) as fault:
@@ -278,8 +280,9 @@ class RunningProxy:
             models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
             if not servers:
                 known = ", ".join(each["id"] for each in models)
-                why = f"no model is loaded: `connect ... --model NAME` loads one of {known}"
-                fail(why, Exit.UNAVAILABLE)
+                loads = f"`connect ... --model NAME` loads one of {known}"
+                none = "there is none: give llama-server -m FILE or --models-dir"
+                fail(f"no model is loaded: {loads if known else none}", Exit.UNAVAILABLE)
             names = [each["name"] for each in servers]
             model = next((each for each in models if each["id"] in names), models[0])
         return model, [each for each in servers if each["name"] == model["id"]] or servers

@@ -132,14 +132,10 @@ def _short_context(n_ctx: int) -> str:
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a client's entry of clients.yaml with the *facts* filled in."""
-    quoted = {key: _in_quotes(str(value)) for key, value in facts.items()}
+    in_quotes = partial(yaml.safe_dump, default_style='"', width=inf)
+    quoted = {key: in_quotes(str(value)).strip()[1:-1] for key, value in facts.items()}
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
-
-
-def _in_quotes(text: str) -> str:
-    """Return a text as it stands between the quotes of YAML."""
-    return str(yaml.safe_dump(text, default_style='"', width=inf)).strip()[1:-1]
 
 
 def written(path: Path, content: dict[str, Any]) -> str:

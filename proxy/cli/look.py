@@ -265,8 +265,7 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
     settings = command.settings_of(flags, config, "any" if is_default else "given")
     configure_logging("critical", "console")  # the report has what an attach would log
-    examined = examine(settings, model=model or "", is_default=is_default)
-    setup = _until_interrupted(examined)
+    setup = _until_interrupted(examine(settings, model=model or "", is_default=is_default))
     command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
 

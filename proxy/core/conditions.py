@@ -63,7 +63,7 @@ class DegradationKind(StrEnum):
     STORE_NOT_OPEN = "store not open"
     """slot_save_path cannot be opened: requests are served without the cache.
 
-    Give it to the proxy's user (chown), or see the error; restart.
+    Give it to the proxy's user (chown -R), or see the error; restart.
     """
     DIRECTORY_IS_OPEN = "directory is open to others", State.CACHING
     """Other users of this machine can read slot_save_path. States contain whole conversations.

@@ -123,17 +123,16 @@ def _examine_directory(setup: Setup) -> Stored:
     except OSError as error:
         error.filename = None
         setup.problem = errors.in_words(error)
-    if setup.problem or setup.lock:
-        return [], {}
-    try:
-        checkpoints, known = read_index(directory)
-    except errors.StoreFault as fault:
-        setup.index_problem = str(fault)
-        setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
-        return [], {}
-    setup.n_checkpoints = len(checkpoints)
-    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
-    return checkpoints, known
+    stored: Stored = [], {}
+    if not (setup.problem or setup.lock):
+        try:
+            stored = read_index(directory)
+        except errors.StoreFault as fault:
+            setup.index_problem = str(fault)
+            setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
+    setup.n_checkpoints = len(stored[0])
+    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in stored[0])
+    return stored
 
 
 def read_index(directory: Path) -> Stored:

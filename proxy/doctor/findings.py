@@ -226,7 +226,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
             continue  # the finding of the slots says it
         here = _cures_here(facts, path).get(each.kind, "")
-        may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
+        may_pass = each.kind in PASSING or here == _AGAIN
         kind = _K.UNREACHABLE if is_silent and each.kind is _K.SILENT else each.kind
         yield degradation(kind, each.detail, here, may_pass=may_pass)
     if facts.n_slots:
@@ -360,7 +360,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         yield _proxy_finding(setup)
     if setup.problem and not setup.is_proxy_caching:  # a proxy reads what it cannot write
         text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
-        cure = f"Give it to the proxy's user: chown USER {path}. For two users: {_share(path)}."
+        cure = f"Give it to the proxy's user: chown -R USER {path}. For two users: {_share(path)}."
         yield blocker("directory", text, cure)
     if setup.is_index_damaged:
         cure = f"llama-prefix-cache check --fix --slot-save-path {path}; or start the proxy"
@@ -385,8 +385,7 @@ def _permission_finding(setup: Setup) -> Finding:
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     """Return whether another state fits on the disk; stored ones make room for it."""
-    largest = max((facts.state_bytes for facts in setup.llama_servers), default=0)
-    needed = largest or LEAST_FREE_BYTES
+    needed = max((f.state_bytes for f in setup.llama_servers), default=0) or LEAST_FREE_BYTES
     store = (setup.health or {}).get("store") or {}
     stored_bytes = setup.used_bytes or store.get("size_bytes", 0)
     usable = free_bytes + stored_bytes - setup.reserve_bytes

@@ -147,7 +147,7 @@ _GONE = b"proxy error: Failed to read connection"
 _UNREACHED = b"proxy error: Could not establish connection"
 """A router answers this, with 500, until it has noticed that a child has died."""
 _BAD_GATEWAY = 502
-"""llama-swap answers this, without content, until it has noticed (process_command.go)."""
+"""llama-swap answers this, without content, until it has noticed (process_command.go); so do gateways."""
 
 
 HostKind = Literal["router", "llama-swap"]
@@ -184,14 +184,14 @@ class Target:
     def lost(self, status: int, content: bytes) -> Literal["", "before", "perhaps", "after"]:
         """Return whether the host lost llama-server before or after the request was sent; empty if not.
 
-        llama-swap answers the same in both cases: "perhaps".
+        llama-swap, and a gateway before llama-server, answer the same in both cases: "perhaps".
         """
         if self.host == "router":
             if content.endswith(_GONE):
                 return "after"
             return "before" if content.startswith(_UNREACHED) else ""
-        is_swaps = self.host == "llama-swap" and status == _BAD_GATEWAY and not content
-        return "perhaps" if is_swaps else ""
+        is_away = status == _BAD_GATEWAY and not (self.host and content)
+        return "perhaps" if is_away else ""
 
 
 @dataclass(eq=False)
@@ -464,7 +464,9 @@ class LlamaServer:
             raise kind(f"{method} {path}: {reason_of(error)}") from error
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
-            raise kind(f"{method} {path}: {self.target.name} has ended")
+            raise kind(
+                f"{method} {path}: a gateway or host answers {status} in llama-server's place"
+            )
         is_whole = response.content.at_eof()
         if status == 200 and is_whole:
             return response.headers, content

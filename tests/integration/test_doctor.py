@@ -66,21 +66,27 @@ async def test_scripted_server_is_approved(server: FakeLlamaServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "kind", "cure"),
+    ("faults", "kind", "status", "cure"),
     [
-        (Faults(is_loading=True), DegradationKind.LOADING, "answers 200"),
-        (Faults(refuse={"props": 404}), DegradationKind.NOT_A_LLAMA_SERVER, "--api-prefix"),
-        (Faults(props={"total_slots": 0}), DegradationKind.NOT_A_LLAMA_SERVER, "--upstream URL"),
-        (Faults(drop={"props"}), DegradationKind.UNREACHABLE, "--upstream URL"),
+        (Faults(is_loading=True), DegradationKind.LOADING, 1, "answers 200"),
+        (Faults(refuse={"props": 404}), DegradationKind.NOT_A_LLAMA_SERVER, 2, "--api-prefix"),
+        (Faults(props={"total_slots": 0}), DegradationKind.NOT_A_LLAMA_SERVER, 2, "--upstream URL"),
+        (
+            Faults(refuse={"props": 502}),
+            DegradationKind.UNREACHABLE,
+            2,
+            "gateway or host answers 502",
+        ),
+        (Faults(drop={"props"}), DegradationKind.UNREACHABLE, 2, "--upstream URL"),
     ],
 )
 async def test_server_that_cannot_be_examined_is_named(
-    server: FakeLlamaServer, faults: Faults, kind: DegradationKind, cure: str
+    server: FakeLlamaServer, faults: Faults, kind: DegradationKind, status: int, cure: str
 ) -> None:
     server.faults = faults
     found = await diagnose(server)
     assert [degradation.kind for degradation in found.facts.degradations] == [kind]
-    assert found.exit_status == 2
+    assert found.exit_status == status
     assert cure in found.problems[kind]
 
 

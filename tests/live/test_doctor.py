@@ -188,7 +188,7 @@ async def test_unusable_directory_is_named(new_server: NewServer, open_directory
     problem = found.problems()["directory"]
     assert found.exit_status == 2
     assert "permission denied" in problem
-    assert f"chown USER {open_directory}" in problem and "chmod 2770" in problem
+    assert f"chown -R USER {open_directory}" in problem and "chmod 2770" in problem
 
 
 async def test_unreadable_state_files_are_named(

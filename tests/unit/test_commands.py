@@ -229,6 +229,10 @@ def test_model_of_a_router_is_the_one_that_runs(
     with pytest.raises(SystemExit):
         server.model_that_runs({"servers": []}, "nosuch")
     assert "--model NAME` loads one of aaa, coder" in capsys.readouterr().err
+    models["data"].clear()
+    with pytest.raises(SystemExit):
+        server.model_that_runs({"servers": []})
+    assert "there is none: give llama-server -m FILE or --models-dir" in capsys.readouterr().err
 
 
 def test_url_of_a_client_is_taken_as_an_address(capsys: Capture) -> None:

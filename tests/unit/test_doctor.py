@@ -150,7 +150,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             ran_into(DegradationKind.LOADING),
-            *(BLOCKER, "llama-server is loading", "still loading", "/health answers 200"),
+            *(LIMIT, "llama-server is loading", "still loading", "/health answers 200"),
         ),
         (
             ran_into(DegradationKind.NO_SLOT_SAVE_PATH),
@@ -213,11 +213,11 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             directory(UNTOUCHED, problem="Permission denied"),
-            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
+            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown -R USER /states"),
         ),
         (  # nobody knows then whether a proxy uses it
             directory(UNTOUCHED, problem="Permission denied", lock="no access to the lock"),
-            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
+            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown -R USER /states"),
         ),
         (
             ran_into(DegradationKind.ATTACH_FAILED, "500", probe_owner_uid=None),

@@ -54,7 +54,9 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("admin_open: everything", "`health`, `metrics` or both"),
     ("admin_token_file: [a, b]", "admin_token_file"),
     ("admin_token_file: /no/such/file", "no such file"),
+    ("admin_token_file: /etc/passwd", "/etc/passwd must hold the token, and nothing else"),
     ("max_store_bytes: 100", "at least 1MiB"),
+    ("max_store_bytes: 10k", "`10k` is not allowed, at `max_store_bytes`"),
     ("max_store_bytes: 20 apples", "a size such as 5GiB"),
     ("max_store_bytes: -1GiB", "a size such as 5GiB"),
     ("max_write_bytes_per_day: lots", "a size such as 5GiB"),
@@ -105,6 +107,11 @@ def test_ctrl_c_while_the_modules_load_leaves_no_traceback(tmp_path: Path) -> No
     command = [sys.executable, "-m", "proxy", "--version"]
     ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+def test_ctrl_c_before_run_listens_is_told_in_words(tmp_path: Path) -> None:
+    program = llama_server_in(tmp_path, "kill -INT $PPID")
+    assert told("run", "--", program) == (130, "llama-prefix-cache: interrupted\n")
 
 
 @pytest.mark.parametrize(("line", "words"), SETTINGS)
@@ -255,10 +262,10 @@ def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
     assert status == 69 and "192.0.2.1:8081: cannot assign requested address" in said
 
 
-def llama_server_in(folder: Path) -> Path:
+def llama_server_in(folder: Path, script: str = "echo '--slot-save-path PATH   where'") -> Path:
     """Return a program that `run` takes for llama-server."""
     program = folder / "llama-server"
-    program.write_text("#!/bin/sh\necho '--slot-save-path PATH   where'\n")
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     return program
 

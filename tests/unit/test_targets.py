@@ -43,7 +43,8 @@ UNREACHED = b"proxy error: Could not establish connection"
     ("target", "status", "content", "lost"),
     [
         (Target(BASE), 500, UNREACHED, ""),
-        (Target(BASE), 502, b"", ""),
+        (Target(BASE), 502, b"<html>nginx", "perhaps"),
+        (Target(BASE), 503, b"<html>nginx", ""),
         (Target(BASE, "qwen", "router"), 500, UNREACHED, "before"),
         (Target(BASE, "qwen", "router"), 502, b"", ""),
         (Target(BASE, "qwen", "llama-swap"), 502, b"", "perhaps"),

@@ -33,8 +33,7 @@ def summary_section(outcomes: Outcomes) -> Section:
     """Return the table of the document: the other tables in short, for one kind of memory."""
     section = Section(
         f"Tokens evaluated ({DOCUMENTED_KIND})",
-        "proxy / exact at most 1.05; 1.02 for agent, interleaved, fresh and restart; 1.10 for mixed; "
-        "1.35 for opencode",
+        "proxy / exact at most 1.05; 1.02 for agent, interleaved, fresh and restart; 1.10 for mixed",
         ("trace", "slots", "alone", "exact", "proxy", "proxy / exact", "stripped"),
     )
     for case in outcomes.cases("proxy"):
