@@ -157,7 +157,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # whoever reads the output has enough of it: click ends the command
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, click.Abort):
             fail("interrupted", Exit.CUT_SHORT)
         except SettingsError as error:
             fail(error, Exit.USAGE)

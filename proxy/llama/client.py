@@ -464,9 +464,7 @@ class LlamaServer:
             raise kind(f"{method} {path}: {reason_of(error)}") from error
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
-            raise kind(
-                f"{method} {path}: a gateway or host answers {status} in llama-server's place"
-            )
+            raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
         is_whole = response.content.at_eof()
         if status == 200 and is_whole:
             return response.headers, content
