@@ -310,10 +310,8 @@ def token_to_show(settings: Settings) -> str | None:
 
 def written(name: str, value: Any) -> str:
     """Return a setting's value as people write it."""
-    if value in (None, ""):
-        return "null" if value is None else '""'
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value in (None, "") or isinstance(value, bool):
+        return msgspec.json.encode(value).decode()
     if is_size(name) and value:
         units = [u for u, n in UNITS.items() if value % n == 0 and value < 10_000 * n]
         unit = units[-1] if units else ""
@@ -408,7 +406,9 @@ def _read_file(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
+        # A colon or quote that lacks is noticed a line later.
+        place = "context" if str(error).startswith("while scanning a ") else "problem"
+        mark = getattr(error, f"{place}_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         how = "without tabs; a value with `: `, or that begins with a sign, needs quotes"
         raise SettingsError(f"{file}{line}: expected `name: value` lines, {how}") from error
