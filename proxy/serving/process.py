@@ -287,7 +287,7 @@ class Process(ServerServices):
         self.slots.set_content(slot_id, TAINTED)
         # Without --slot-save-path llama-server refuses erases too: that is told already.
         kind = DegradationKind.ERASES_REFUSED
-        with self.watching(kind, errors.UpstreamFault) if self.can_cache else nullcontext():
+        with self.watching(kind, errors.UpstreamRefused) if self.can_cache else nullcontext():
             await self.upstream.erase(slot_id)
         self.slots.set_content(slot_id, Empty())
 

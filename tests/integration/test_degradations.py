@@ -39,6 +39,16 @@ async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:
         assert rig.sample("degraded", kind="attaching") == 0
 
 
+async def test_llama_server_that_goes_away_has_refused_no_erase(start_rig: StartRig) -> None:
+    """As where both are stopped at once: a slot that must not be saved is erased last."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
+        await rig.chat("alice", key="alice")
+        rig.server.faults.drop = {"erase"}
+        assert (await rig.chat("bob", key="bob")).status == 200
+        assert rig.server.seen_at("erase")
+        assert await rig.reasons() == ["several API keys"]
+
+
 async def test_rule_that_allows_nothing_is_named(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
         assert (await rig.health())["servers"][0]["rule"] == "end only"
