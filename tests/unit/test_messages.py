@@ -248,6 +248,18 @@ def test_port_that_is_taken_is_told_with_its_flag(tmp_path: Path, taken: str, fl
     assert f"cannot listen on {taken}: address already in use: give another {flag}" in said
 
 
+@pytest.mark.parametrize("words", [("-fa",), ("-c", "9", "-m"), ("-fa", "on", "--flash-attn")])
+def test_flag_without_its_value_is_told_before_another_is_added(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """`-fa` had none until August 2025, and `-m $MODEL` has none without that variable."""
+    flags = ("-m, --model FNAME   a", "-fa, --flash-attn [on|off|auto]   b", "-c, --ctx-size N   c")
+    listed = "\n".join((*flags, "--slot-save-path PATH   d"))
+    program = llama_server_in(tmp_path, f"echo '{listed}'")
+    status, said = told("run", "--", program, *words)
+    assert status == 2 and said.endswith(f"\n  {words[-1]} needs a value\n")
+
+
 def test_port_that_is_taken_is_told_before_llama_server_is_started(
     tmp_path: Path, taken: str
 ) -> None:
