@@ -368,7 +368,8 @@ def choose_victims(
     """
     gone: set[CheckpointId] = set()
     compared: dict[CheckpointId, tuple[Checkpoint, Sequence[Relative]]] = {}
-    left = (c for c in checkpoints if c.id not in in_use and not c.is_pinned)
+    # One that a commit has moved meanwhile may come twice.
+    left = (c for c in checkpoints if not (c.is_pinned or c.id in in_use or c.id in compared))
 
     def lost_with(checkpoint: Checkpoint) -> list[LostRange]:
         _, (own, *others) = compared[checkpoint.id]

@@ -154,6 +154,16 @@ def test_choose_victims_within_the_budget_chooses_none() -> None:
     assert shelf.victims(0) == shelf.victims(-500) == []
 
 
+def test_checkpoint_that_comes_twice_frees_its_bytes_once() -> None:
+    """As where a commit changes its score while the index is read."""
+    shelf = Shelf()
+    for start in range(2):
+        shelf.put(run_of(1000, start=10_000 * start))
+    twice, other = shelf.checkpoints
+    shelf.checkpoints.insert(1, twice)
+    assert sorted(shelf.victims(twice.size_bytes + 1)) == [twice.id, other.id]
+
+
 def test_choose_victims_takes_the_least_worth_per_byte_first() -> None:
     shelf = Shelf()
     shelf.put(suffixed(0, 1, 1280), size_bytes=1000)
