@@ -384,8 +384,7 @@ class Catalogue:
     def note_verified(self, checkpoint: Checkpoint) -> None:
         """Note that the file of a checkpoint was just found to be what was saved."""
         self._unread_until.pop(checkpoint.id, None)
-        if record := self.get(checkpoint.id):
-            self._changed[record.id] = replace(record, verified_at=time.time())
+        self.change(checkpoint.id, verified_at=time.time())
 
     def note_devalued(self, hashes: Sequence[PrefixHash]) -> None:
         """Note that a new checkpoint has these prefixes: others with the same may have lost value."""

@@ -281,7 +281,7 @@ class Index:
                     if not _is_fixed(summary):  # pinned or quarantined meanwhile
                         self._put_summary(txn, key, summary._replace(score=score))
             for name, value in newer.values.items():
-                self._put_value(txn, name, value)
+                txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
 
     def _put_record(self, txn: lmdb.Transaction, key: bytes, checkpoint: Checkpoint) -> None:
         txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
@@ -368,11 +368,7 @@ class Index:
         return self._read(self._values, name.encode(), decode)
 
     def put_value(self, name: str, value: object) -> None:
-        with self._writing() as txn:
-            self._put_value(txn, name, value)
-
-    def _put_value(self, txn: lmdb.Transaction, name: str, value: object) -> None:
-        txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
+        self.put(newer=Newer(values={name: value}))
 
 
 def _summary_of(checkpoint: Checkpoint) -> Summary:

@@ -370,13 +370,11 @@ class CheckpointStore(Catalogue):
         """
         if reason is Removal.OPERATOR:
             self._directory.require_writable()
-        current = self.get(checkpoint.id)
-        if current is None:
+        if (current := self.get(checkpoint.id)) is None:
             return False
-        if reason is not Removal.BROKEN:
-            is_kept = current.is_pinned and reason is not Removal.OPERATOR
-            if is_kept or checkpoint.id in self._in_use:
-                return False
+        is_kept = current.is_pinned and reason is not Removal.OPERATOR
+        if reason is not Removal.BROKEN and (is_kept or checkpoint.id in self._in_use):
+            return False
         await self._remove([current], reason)
         return True
 
