@@ -23,14 +23,17 @@ from proxy.shared import objects
 from proxy.shared.objects import ORPHAN_SECONDS, Listed, listed
 from proxy.store.files import Look
 
-_CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
-_LEAST_BYTES_PER_SECOND = 256 << 10
+_CONNECT_SECONDS, _SILENT_SECONDS, _WRITE_SECONDS = 3, 10, 30
+LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
 _ANSWER = re.compile(r"<Code>([^<\n]*)</Code>\s*<Message>([^<\n]*)")
 _ENDPOINT = re.compile("(AWS|AZURE)_(STORAGE_)?ENDPOINT")
 READ_BYTES = 4 << 20
 PART_BYTES = 8 << 20
+_PARTS_AT_ONCE = 4
+_PART_SECONDS = _PARTS_AT_ONCE * PART_BYTES // LEAST_BYTES_PER_SECOND
+"""How long the slowest link takes for a part: for the client nothing comes until the part is sent."""
 _NEEDED = "shared_store needs more packages, such as by pipx install --force '.[shared]'"
 
 atexit.register(time.sleep, 0.1)
@@ -72,11 +75,11 @@ class Bucket:
         options |= {
             "client_options": {
                 "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
-                "read_timeout": timedelta(seconds=_SILENT_SECONDS),
+                "read_timeout": timedelta(seconds=_PART_SECONDS),
                 "timeout": timedelta(days=1),  # of a whole transfer
                 "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
             },
-            "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+            "retry_config": {"max_retries": 2, "retry_timeout": timedelta(seconds=_PART_SECONDS)},
         }
         try:
             self._store = from_url(url, **options)
@@ -132,14 +135,14 @@ class Bucket:
     ) -> None:
         """Store an object; *data* of about *size_bytes* is drawn in another thread, as it is sent."""
         least_seconds, is_small = size_bytes / bytes_per_second, size_bytes <= PART_BYTES
-        seconds = least_seconds + 3 * _RETRY_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
+        seconds = least_seconds + _WRITE_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND
         await asyncio.sleep(least_seconds if is_small else 0.0)
         drawn = _drawn(iter(data), bytes_per_second)
         content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
             store = await self._opened()
-            put = self._obstore.put_async(store, name, content, chunk_size=PART_BYTES)
-            await _within(seconds, put)
+            parts = {"chunk_size": PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+            await _within(seconds, self._obstore.put_async(store, name, content, **parts))
 
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
@@ -187,7 +190,7 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
-            raise Gone("the object is gone") from error
+            raise Gone(_told(error)) from error
         except TimeoutError as error:
             raise SharedStoreFault("it does not answer") from error
         except self._faults as error:

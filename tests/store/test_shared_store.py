@@ -73,7 +73,7 @@ class Machine:
     async def save(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
         """Commit a state, and wait until it is in the shared store."""
         saved = await self.commit(tokens, **facts)
-        await until(lambda: self.sample("shared_states_total", direction="up") == self.n_saved)
+        await until(lambda: self.n_up == self.n_saved)
         return self.store.get(saved.id) or saved
 
     async def commit(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
@@ -84,6 +84,10 @@ class Machine:
     @property
     def n_saved(self) -> int:
         return sum(not checkpoint.is_fetched for checkpoint in self.store)
+
+    @property
+    def n_up(self) -> float:
+        return self.sample("shared_states_total", direction="up")
 
     async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
         """List the shared store now; return what it has of a prompt."""
@@ -193,7 +197,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
         assert b.tier.downloads.entering != ENTERING, "measured"
         # What came from there does not go there again.
         await b.tier.uploads.drain(SECOND)
-        assert b.sample("shared_states_total", direction="up") == 0
+        assert b.n_up == 0
 
 
 async def test_sealed_store_tells_nothing_and_takes_nothing_of_others(
@@ -688,7 +692,7 @@ async def test_disk_is_asked_for_what_is_uploaded_beside_requests(
         monkeypatch.setattr(Path, "open", open_elsewhere)
         await a.commit(run_of(3000))
         await a.tier.uploads.drain(SECOND)
-        assert a.sample("shared_states_total", direction="up") == 1
+        assert a.n_up == 1
 
 
 async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
@@ -698,7 +702,7 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
     async with start("a", limits=limits) as a:
         await a.commit(run_of(3000, start=10_000))
         await a.tier.uploads.drain(SECOND)
-        assert a.sample("shared_states_total", direction="up") == 0
+        assert a.n_up == 0
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 10, 8 << 20])
@@ -710,13 +714,27 @@ async def test_upload_that_is_slow_for_a_limit_is_not_taken_for_hung(
     monkeypatch.setattr(transfers, "READ_BYTES", 4 << 10)
     async with start("a") as a:
         size_bytes = (await a.save(run_of(3000))).size_bytes
-    monkeypatch.setattr(shared_bucket, "_RETRY_SECONDS", 0.4)
-    monkeypatch.setattr(shared_bucket, "_LEAST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr(shared_bucket, "_WRITE_SECONDS", 1.2)
+    monkeypatch.setattr(shared_bucket, "LEAST_BYTES_PER_SECOND", 1 << 40)
     async with start("b", limits=SharedLimits(upload_bytes_per_second=size_bytes * 2 // 3)) as b:
         began = time.monotonic()
         await b.save(run_of(3000, start=10_000))
         assert time.monotonic() - began > 3 * 0.4, "longer than it may hang"
         assert b.sample("shared_faults_total", operation="upload") == 0
+
+
+@pytest.mark.parametrize("part_bytes", [64 << 10, 8 << 20])
+async def test_upload_over_a_slow_link_is_not_taken_for_hung(
+    start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    """Nothing is answered until a part is sent, and the parts under way share the link."""
+    monkeypatch.setattr(shared_bucket, "_SILENT_SECONDS", 1)
+    monkeypatch.setattr(shared_bucket, "PART_BYTES", part_bytes)
+    async with start("a", S3) as a:
+        link.conditions = Conditions(Fault.SLOW, slow_bytes_per_second=40_000, only=".state")
+        await a.commit(run_of(3000))
+        await until(lambda: a.n_up or a.degradations.kinds)
+        assert a.n_up == 1
 
 
 async def test_upload_that_breaks_off_again_and_again_is_counted_against_the_limit(
@@ -790,7 +808,7 @@ async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) ->
     async with start("a", limits=SharedLimits(upload_bytes_per_day=1)) as a:
         await a.commit(run_of(3000))
     async with start("a") as a, start("b") as b:
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         assert await b.find(run_of(3000))
 
 
@@ -887,7 +905,7 @@ async def test_model_whose_states_cannot_be_listed_is_told_of_and_holds_up_no_ot
         a.served.extend([THEIRS, OURS])
         await a.commit(run_of(3000), namespace=THEIRS)
         await a.commit(run_of(4000))
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         await until(lambda: a.sample("shared_faults_total", operation="list") == 2)
         assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         assert link.n_seen["PUT"] == 2, "the other model's state may be there from before"
@@ -923,7 +941,7 @@ async def test_upload_that_a_stop_broke_off_is_made_at_the_next_start(
         await until(lambda: link.n_harmed > 0)
     link.heal()
     async with start("a", S3) as a, start("b", S3) as b:
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         assert await b.find(tokens) and await b.fetch(tokens) is not None
 
 
@@ -1004,7 +1022,7 @@ async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
         await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
         assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         link.heal()
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         assert await b.find(tokens) and await b.fetch(tokens)
 
 
@@ -1042,14 +1060,14 @@ async def test_state_that_cannot_be_read_holds_up_no_other_upload_and_goes_up_on
         unreadable.symlink_to("/proc/self/mem")
         await a.commit(branch(2000, 3000))
         link.heal()
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         await a.tier.uploads.drain(SECOND)
         assert not a.degradations.kinds
         unreadable.unlink()
         unreadable.write_bytes(content)
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + UNREAD_SECONDS)
         await a.commit(branch(1500, 2000, mark=2_000_000))
-        await until(lambda: a.sample("shared_states_total", direction="up") == 3)
+        await until(lambda: a.n_up == 3)
 
 
 async def test_directory_may_have_a_name_that_a_url_quotes(start: Start, tmp_path: Path) -> None:
@@ -1071,7 +1089,7 @@ async def test_directory_that_is_unmounted_is_not_made_anew(start: Start, tmp_pa
         for machine in (a, b):
             assert machine.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         away.rename(shared)
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         assert await b.find(tokens)
 
 
@@ -1085,7 +1103,7 @@ async def test_directory_that_is_mounted_after_the_start_is_used_from_then_on(
         await until(lambda: a.sample("shared_faults_total", operation="list") > 0)
         assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         shared.mkdir()
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
         await until(lambda: not a.degradations.kinds)
 
 
@@ -1105,7 +1123,7 @@ async def test_mount_point_that_nothing_is_mounted_at_any_more_is_not_written(
         await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
         assert not objects_in(below)
         mount(disk, place)
-        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        await until(lambda: a.n_up == 1)
 
 
 async def test_states_go_to_another_shared_store_or_under_another_key_once(
@@ -1120,7 +1138,7 @@ async def test_states_go_to_another_shared_store_or_under_another_key_once(
         async with start("a", url, sealing=key) as a:
             assert not list(a.tier.remote.find(OURS, tokens))
             await a.tier.uploads.drain(SECOND)
-            assert a.sample("shared_states_total", direction="up") == 1
+            assert a.n_up == 1
         async with start("a", url, sealing=key) as a, start("b", url, sealing=key) as b:
             assert await b.find(tokens) and await a.find(tokens)
             await a.tier.uploads.drain(SECOND)
@@ -1138,7 +1156,7 @@ async def test_states_that_are_there_from_before_do_not_go_up_again(
         saved = await a.save(tokens)
     async with start("a", f"file://{other}") as a:
         await a.tier.uploads.drain(SECOND)
-        assert a.sample("shared_states_total", direction="up") == 1
+        assert a.n_up == 1
     async with start("a") as a:
         await a.tier.uploads.drain(SECOND)
         assert a.sample("shared_bytes_total", direction="up") == 0
