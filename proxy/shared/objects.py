@@ -27,7 +27,7 @@ VERSION = "v1"
 STATE, META, USED = "state", "meta", "used"
 """A state, the record that commits it, and a marker whose time says when somebody last read the state."""
 ORPHAN_SECONDS = 3600.0
-"""The objects of an upload that was not finished for so long are deleted."""
+"""The objects of an upload that is not finished so long after they were first seen are deleted."""
 _HASH_BYTES = 16
 STEP_TOKENS = 1024
 """Of a hundred thousand states the hashes of all blocks would be too many; a shorter one is not shared."""

@@ -52,6 +52,11 @@ class Tier:
         self._denied, self._lone, self._apart = set[CheckpointId](), set[CheckpointId](), set[str]()
         """Records that may not be read, and those without a state: the next full look reads them again. And
         the machines whose states cannot be used, of which the log has told."""
+        self._seen_at = dict[str, float]()
+        """When the objects of an unfinished upload were first seen, by its id. Their own times tell less:
+        copying keeps them, and S3 gives a large object the time when its upload began."""
+        self._listed_at = dict[str, float]()
+        """When the last listing of each folder began, by the clock that goes on while a machine sleeps."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -185,7 +190,7 @@ class Tier:
         self, folder: str, found: dict[str, Found], known: set[CheckpointId]
     ) -> None:
         """Forget *known* states of a namespace that are gone, and delete objects that nobody finished."""
-        remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
+        remote, now = self.remote, time.monotonic()
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
         self._lone |= recorded - whole
@@ -195,12 +200,9 @@ class Tier:
                 await remote.forget(checkpoint_id)
                 remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
-        orphans = [
-            objects.name_of(folder, shared_id, kind)
-            for shared_id, (kinds, _, at) in found.items()
-            if not {META, STATE} <= {*kinds.split()} and now - at > ORPHAN_SECONDS
-            for kind in kinds.split()
-        ]
+        halves = (i for i, (kinds, *_) in found.items() if not {META, STATE} <= {*kinds.split()})
+        old = [i for i in halves if now - self._seen_at.setdefault(i, now) > ORPHAN_SECONDS]
+        orphans = [objects.name_of(folder, i, kind) for i in old for kind in found[i][0].split()]
         if orphans:
             with suppress(CacheFault), remote.trying("delete"):  # it was noted
                 await remote.bucket.delete(*orphans)
