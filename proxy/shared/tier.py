@@ -77,8 +77,9 @@ class Tier:
                 with suppress(CacheFault):  # it was noted
                     await self.downloads.find_out()
                 served = filter(None, map(remote.folder, remote.present().rates_by))
+                folders = sorted(dict.fromkeys(served), key=lambda f: self._listed_at.get(f, 0.0))
                 # What failed comes last, so that /health tells of it until the next round.
-                folders = sorted(dict.fromkeys(served), key=failed.__contains__)[:_MAX_NAMESPACES]
+                folders = sorted(folders[:_MAX_NAMESPACES], key=failed.__contains__)
                 due = {f for f in folders if now - full_at.get(f, -inf) >= _FULL_LOOK_SECONDS}
                 failed = {f for f in folders if not await self.look(f, is_full=f in due)}
                 if listed := due - failed:
@@ -114,15 +115,15 @@ class Tier:
         return None if is_slow or not folder else self.look(folder)
 
     async def _look(self, folder: str, is_full: bool, most_seconds: float) -> float:
-        began = time.monotonic()
+        began, now = time.monotonic(), time.time()
         try:
             under, found = f"{objects.VERSION}/{folder}", dict[str, Found]()
             if is_full:
                 self.remote.known -= self._denied | self._lone
                 self._lone.clear()
             known = set(self.remote.known) if is_full else set[CheckpointId]()
-            since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
-            after = None if is_full else f"{under}/{since}"
+            since = min(now, self._listed_at.get(folder, now)) - _OVERLAP_SECONDS
+            after = None if is_full else f"{under}/{objects.earliest_id(since)}"
             with self.remote.trying("list"):
                 async for batch in self.remote.bucket.list(under, after):
                     metas = (each for each in batch if each.kind == META)
@@ -131,6 +132,7 @@ class Tier:
                     _add(found, batch if is_full else [])
             if is_full:
                 await self._compare(folder, found, known)
+            self._listed_at[folder] = now
             return min(time.monotonic() - began, most_seconds)
         except CacheFault as fault:
             self.remote.log.debug("listing failed", why=str(fault))
@@ -153,8 +155,7 @@ class Tier:
                         self.remote.known.add(objects.index_id(each.id))  # it is not read again
                         apart.add(meta.host)
 
-        readers = (read() for _ in new[:_READ_AT_ONCE])
-        ended = await asyncio.gather(*readers, return_exceptions=True)
+        ended = await asyncio.gather(*(read() for _ in new[:_READ_AT_ONCE]), return_exceptions=True)
         if entries:
             await self.remote.enter(*entries)
         for host in apart - self._apart:
@@ -234,5 +235,4 @@ def _add(found: dict[str, Found], batch: list[Listed]) -> None:
 
 
 def _ids_in(found: dict[str, Found], wanted: set[str]) -> set[CheckpointId]:
-    those = (i for i, (kinds, *_) in found.items() if wanted <= {*kinds.split()})
-    return set(map(objects.index_id, those))
+    return {objects.index_id(i) for i, (kinds, *_) in found.items() if wanted <= {*kinds.split()}}

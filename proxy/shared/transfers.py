@@ -30,7 +30,7 @@ from proxy.core.sharing import ENTERING, SharedLimits, bytes_at_once, seconds_fo
 from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, StoreFault, in_words
 from proxy.llama.files import read_state_file
 from proxy.shared import objects
-from proxy.shared.bucket import PART_BYTES, READ_BYTES, Gone
+from proxy.shared.bucket import LEAST_BYTES_PER_SECOND, PART_BYTES, READ_BYTES, Gone
 from proxy.shared.objects import META, STATE, USED, Opening
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.store.offline import entered_as
@@ -201,7 +201,8 @@ class Uploads:
 
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self._remote, self._store, self._limits = remote, remote.store, limits
-        self._uploaded = remote.index.value(_UPLOADED, Written) or Written()
+        self._uploaded = remote.index.value("uploaded", Written) or Written()
+        self._seconds_per_byte = 1 / LEAST_BYTES_PER_SECOND  # until one has been sent
         self._pending = {c.id for c in self._store if not c.shared_id}
         self._uploading: CheckpointId | None = None
         """The checkpoint that is being uploaded; None once its upload is needless."""
@@ -309,16 +310,19 @@ class Uploads:
             # As where shared_store is again what it was.
             change = self._store.change(checkpoint.id, shared_id=same.shared_id)
             return await self._store.update(change)
-        shared_id = objects.new_id(time.time(), remote.writer, token_hex(8))
+        # Named after the time when it will be there: others list what is new by its name.
+        there_at = time.time() + checkpoint.size_bytes * self._seconds_per_byte
+        shared_id = objects.new_id(there_at, remote.writer, token_hex(8))
         folder = remote.folder_of(owner)
         name = objects.name_of(folder, shared_id, STATE)
         path = self._store.files.path(checkpoint.file_name)
-        n_read, n_unsent = list[int](), PART_BYTES
+        n_read, n_unsent, began = list[int](), PART_BYTES, time.monotonic()
         sealed = remote.sealing.seal(name, _read(path, n_read.append))
         try:
             pace = self._limits.upload_bytes_per_second or inf
             await remote.bucket.write(name, sealed, checkpoint.size_bytes, pace)
             n_unsent = 0
+            self._seconds_per_byte = (time.monotonic() - began) / checkpoint.size_bytes
         except StoreFault as error:  # the fault is not the bucket's
             remote.log.info("a state cannot be read to be uploaded", why=in_words(error))
             self._store.note_unreadable(checkpoint)

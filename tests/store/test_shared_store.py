@@ -637,6 +637,17 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
 
 
+async def test_states_of_more_models_and_keys_than_are_listed_at_once_go_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_tier, "_MAX_NAMESPACES", 1)
+    monkeypatch.setattr(shared_tier, "_LOOK_SECONDS", 0.01)
+    async with start("a", has_other_model=True) as a:
+        await a.commit(run_of(3000))
+        await a.commit(run_of(3000), namespace=THEIRS)
+        await until(lambda: a.n_up == 2)
+
+
 async def test_capacity_is_that_of_all_models_together(start: Start, tmp_path: Path) -> None:
     async with start("a", has_other_model=True) as a:
         first = await a.save(run_of(3000))
@@ -1259,6 +1270,39 @@ async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any
         monkeypatch.setattr(time, "time", real)
         assert await b.find(tokens) == []
         assert await b.find(tokens, is_full=True)
+
+
+async def test_state_whose_upload_takes_long_is_found_once_it_is_there(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, passed = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: real() + passed)
+    monkeypatch.setattr(transfers, "LEAST_BYTES_PER_SECOND", 100)
+    async with start("a") as a, start("b") as b:
+        write = a.tier.remote.bucket.write
+
+        async def write_long(name: str, *arguments: Any) -> None:
+            nonlocal passed
+            if name.endswith(".state"):
+                passed += 1200.0
+                assert await b.find(run_of(3000)) == []
+            await write(name, *arguments)
+
+        monkeypatch.setattr(a.tier.remote.bucket, "write", write_long)
+        await a.save(run_of(3000))
+        assert await b.find(run_of(3000))
+
+
+async def test_laptop_that_wakes_finds_what_was_put_there_while_it_slept(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next listing of everything may be a quarter of an hour away."""
+    tokens, real = run_of(3000), time.time
+    async with start("a") as a, start("b") as b:
+        assert await b.find(tokens) == []
+        await a.save(tokens)
+        monkeypatch.setattr(time, "time", lambda: real() + 8 * 3600)
+        assert await b.find(tokens)
 
 
 async def test_model_that_is_met_later_finds_what_was_put_there_long_before(
