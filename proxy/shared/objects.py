@@ -41,15 +41,12 @@ _NAME = re.compile(
 class Listed(NamedTuple):
     """An object as it is listed; `modified_at` is of the shared store's own clock."""
 
+    name: str
     namespace: str
     id: str
     kind: str
     size_bytes: int
     modified_at: float
-
-    @property
-    def name(self) -> str:
-        return name_of(self.namespace, self.id, self.kind)
 
 
 def listed(path: str, size_bytes: int, modified_at: float) -> Listed | None:
@@ -57,7 +54,7 @@ def listed(path: str, size_bytes: int, modified_at: float) -> Listed | None:
     if (found := _NAME.fullmatch(path)) is None:
         return None
     namespace, shared_id, kind = found.groups()
-    return Listed(namespace, shared_id, kind, size_bytes, modified_at)
+    return Listed(path, namespace, shared_id, kind, size_bytes, modified_at)
 
 
 def name_of(namespace: str, shared_id: str, kind: str) -> str:
@@ -129,6 +126,7 @@ def entry_of(meta: Meta, shared_id: str, namespace: Namespace) -> Entry:
     """Return the index entry of a shared state."""
     hashes, checkpoint_id = [*meta.hashes, *meta.points.values()], index_id(shared_id)
     record = replace(meta.checkpoint, id=checkpoint_id, namespace=namespace, shared_id=shared_id)
+    record = replace(record, quarantine=None)  # that is for this machine to say
     return record, token_ids(b"".join(hashes)), [PrefixHash(each) for each in hashes]
 
 

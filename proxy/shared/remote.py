@@ -37,8 +37,7 @@ from proxy.tasks import Tasks
 
 _FOLDER = "shared-index"
 _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
-_PLACE, _MOUNTED = "place", "mounted"
-_OUTDATED, _REFUSED = "outdated", "refused"
+_PLACE, _MOUNTED, _REFUSED = "place", "mounted", "refused"
 _MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
@@ -69,15 +68,21 @@ class Remote:
         self.index = _opened(self.store.files.directory / _FOLDER)
         self._place = self.sealing.name(b"place", self.bucket.url.encode())
         if self.index.value(_PLACE, str) not in (None, self._place):
-            self._move()
-        self.index.put_value(_PLACE, self._place)
+            # The states of another place or key are forgotten: own states are uploaded again.
+            up = [replace(c, shared_id="") for c in self.store if c.shared_id and not c.is_fetched]
+            self.store.index.put(newer=Newer(up))
+            self.index.clear()
         self.bucket.was_mounted = self.index.value(_MOUNTED, str) == self._place
         self.known = set(self.index.ids())
+        # In both indexes: where one is damaged, the other still tells which states are the proxy's own.
+        there, here = (each.value(_WRITER, str) for each in (self.index, self.store.index))
+        self.writer = there or here or token_hex(4)
+        self.index.put(newer=Newer(values={_PLACE: self._place, _WRITER: self.writer}))
+        self.store.index.put_value(_WRITER, self.writer)
         self.refused = set(self.index.value(_REFUSED, list[str]) or ())
-        self.outdated = self.index.value(_OUTDATED, list[Checkpoint]) or []
-        """Own states that are needless or not wanted there, until they are deleted."""
-        self.writer = self.index.value(_WRITER, str) or token_hex(4)
-        self.index.put_value(_WRITER, self.writer)
+        """States that are needless or not wanted; own ones until they are deleted there."""
+        own = map(objects.index_id, filter(self.is_own, self.refused))
+        self.outdated = [record for record in map(self.index.record, own) if record]
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED
         self.measured_until, self._trusted_seconds = 0.0, _TRUSTED_SECONDS
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
@@ -88,19 +93,12 @@ class Remote:
         self._owners: dict[Namespace, Owner] = {}
         self._failing: dict[str, int] = {}
 
-    def _move(self) -> None:
-        """Forget the states of another place or key, so that own states are uploaded again."""
-        gone = [replace(c, shared_id="") for c in self.store if c.shared_id and not c.is_fetched]
-        self.store.index.put(newer=Newer(gone))
-        self.index.clear()
-
     async def close(self) -> None:
         """End all tasks, and close the index."""
         await self.tasks.drain(0)
         self._thread.shutdown(wait=True)
         with suppress(CacheFault):
-            values = {_LINK: self.link, _OUTDATED: self.outdated, _REFUSED: [*self.refused]}
-            self.index.put(newer=Newer(values=values))
+            self.index.put(newer=Newer(values={_LINK: self.link, _REFUSED: [*self.refused]}))
         self.index.close()
 
     # Names.
@@ -146,9 +144,9 @@ class Remote:
         """Note whether an operation works; its faults pass through."""
         try:
             yield
-        except Gone:
-            raise
         except SharedStoreFault as fault:
+            if isinstance(fault, Gone) and operation == "fetch":
+                raise  # else the bucket itself is not there
             self._failing[operation] = self._failing.get(operation, 0) + 1
             if operation in ("list", "fetch"):
                 self.has_failed.set()
@@ -182,7 +180,7 @@ class Remote:
         if not self.known or not (folder := self.folder(namespace)):
             return
         seed = Namespace(bytes.fromhex(folder))
-        refused = self.refused.union(c.shared_id for c in (*self.store.quarantined, *self.outdated))
+        refused = self.refused.union(c.shared_id for c in self.store.quarantined)
         digest = cache(partial(hash_whole, seed, tokens))
         reaching = self.index.reaching(hash_steps(seed, tokens, objects.STEP_TOKENS), _MAX_FOUND)
         for checkpoint_id, n_steps in reaching.items():
@@ -194,10 +192,10 @@ class Remote:
             matches = (n for n in ends if not self.index.n_missing(checkpoint_id, [digest(n)]))
             yield Candidate(record, next(matches, n_common))
 
-    async def enter(self, *entries: Entry) -> None:
-        """Enter states into the index, so that `find` yields them."""
-        mounted = {_MOUNTED: self._place} if self.bucket.was_mounted else {}
-        await self.write(partial(self.index.put, *entries, newer=Newer(values=mounted)))
+    async def enter(self, *entries: Entry, **values: object) -> None:
+        """Enter states, so that `find` yields them, and named values into the index."""
+        values |= {_MOUNTED: self._place} if self.bucket.was_mounted else {}
+        await self.write(partial(self.index.put, *entries, newer=Newer(values=values)))
         self.known.update(checkpoint.id for checkpoint, *_ in entries)
 
     async def forget(self, checkpoint_id: CheckpointId) -> None:
@@ -205,6 +203,18 @@ class Remote:
         hashes = objects.hashes_of(self.index.tokens(checkpoint_id))
         await self.write(partial(self.index.delete, checkpoint_id, hashes))
         self.known.discard(checkpoint_id)
+
+    def is_own(self, shared_id: str) -> bool:
+        """Return whether this proxy has put a state there."""
+        return f"-{self.writer}-" in shared_id
+
+    def refuse(self, checkpoint: Checkpoint) -> None:
+        """Do not find a state again, nor after a restart; an own one is to be deleted there."""
+        self.refused.add(checkpoint.shared_id)
+        if self.is_own(checkpoint.shared_id):
+            self.outdated.append(checkpoint)
+        with suppress(RuntimeError):  # it is ending
+            self._thread.submit(self.index.put_value, _REFUSED, [*self.refused])
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a state there, its record first; raises SharedStoreFault.
@@ -215,6 +225,7 @@ class Remote:
             with self.trying("delete"):
                 await self.bucket.delete(*(self.name(checkpoint, k) for k in (META, STATE, USED)))
         await self.forget(objects.index_id(checkpoint.shared_id))
+        self.refused.discard(checkpoint.shared_id)
 
     async def write(self, work: Callable[[], object]) -> None:
         """Write to the index, one after the other."""

@@ -222,9 +222,8 @@ class Tier:
 
     def _own(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
         """Return the states that this proxy has put there, and when each was last read."""
-        read, writer = self.remote.index.record, self.remote.writer
-        ours = ((i, at) for i, (*_, at) in found.items() if f"-{writer}-" in i)
-        records = ((read(objects.index_id(i)), at) for i, at in ours)
+        read, ours = self.remote.index.record, filter(self.remote.is_own, found)
+        records = ((read(objects.index_id(i)), found[i][2]) for i in ours)
         return [(record, at) for record, at in records if record is not None]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -34,12 +34,12 @@ from proxy.shared.bucket import LEAST_BYTES_PER_SECOND, PART_BYTES, READ_BYTES, 
 from proxy.shared.objects import META, STATE, USED, Opening
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.store.offline import entered_as
+from proxy.tasks import wait_for
 
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
 _TRIAL_SECONDS, _N_TRIALS = 0.25, 16
 """How long a state is read to measure the link, and among how many, the larger ones the likelier."""
-_UPLOADED = "uploaded"
 
 
 class Downloads:
@@ -232,12 +232,10 @@ class Uploads:
     def withdraw(self, checkpoint: Checkpoint) -> None:
         """Delete a state that this proxy has put there; a quarantined one is not fetched again either."""
         checkpoint = self._store.get(checkpoint.id) or checkpoint  # uploaded or quarantined since
-        if checkpoint.quarantine:
-            self._remote.refused.add(checkpoint.shared_id)
         if checkpoint.id == self._uploading:
             self._uploading = None
-        if f"-{self._remote.writer}-" in checkpoint.shared_id:
-            self._remote.outdated.append(checkpoint)
+        if checkpoint.quarantine or self._remote.is_own(checkpoint.shared_id):
+            self._remote.refuse(checkpoint)
             self._wake.set()
 
     async def drain(self, seconds: float) -> None:
@@ -247,17 +245,17 @@ class Uploads:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._is_busy or self._wake.is_set() or (is_served and not self._listed):
-                    needed = ("upload", "list") if self._pending else ("upload", "list", "delete")
-                    if self._remote.is_failing(*needed):
-                        return  # what could not be deleted is noted for the next start
+                    if self._remote.is_failing("upload", "list"):
+                        return
                     await asyncio.sleep(0.02)
 
     async def keep_up(self) -> None:
         """Upload what was committed, then delete what is outdated, until cancelled."""
+        pause_seconds = inf
         while True:
-            await self._wake.wait()
+            await wait_for(self._wake, pause_seconds)
             self._wake.clear()
-            self._is_busy = True
+            self._is_busy, pause_seconds = True, inf
             try:
                 while checkpoint := await asyncio.to_thread(self._next, self._remote.present()):
                     self._uploading = checkpoint.id
@@ -268,30 +266,30 @@ class Uploads:
                     outdated.pop(0)
             except CacheFault as fault:
                 self._remote.log.info("an upload waits", why=str(fault))
-                await asyncio.sleep(self._remote.pause_seconds("upload", "delete") or 1.0)
-                self._wake.set()
+                if seconds := self._remote.pause_seconds("upload"):
+                    await asyncio.sleep(seconds)
+                    self._wake.set()
+                # A deletion that is refused holds up no upload.
+                pause_seconds = self._remote.pause_seconds("delete") or 1.0
             except Exception as error:
                 self._remote.faults.record("share", error)
             self._is_busy, self._uploading = False, None
 
     def _next(self, present: Present) -> Checkpoint | None:
-        """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over.
+        """Return the checkpoint that is worth most per byte there.
 
-        For another thread: thousands may wait, as where the shared store is new.
+        What is worth nothing over the link as it is now waits. For another thread: thousands may wait.
         """
         best, most, folder = None, 0.0, cache(self._remote.folder)
         for checkpoint_id in tuple(self._pending) if self._listed else ():
             checkpoint = self._store.get(checkpoint_id)
-            if checkpoint is None or checkpoint.shared_id:
+            if not checkpoint or checkpoint.shared_id or checkpoint.n_tokens < objects.STEP_TOKENS:
                 self._pending.discard(checkpoint_id)
-            elif self._store.is_quarantined(checkpoint):
-                continue  # one that could not be read may be uploaded later
             elif (rates := present.rates_by.get(checkpoint.namespace)) is not None:
                 worth = spared_per_byte(checkpoint, rates, self._remote.link)
-                if not worth or checkpoint.n_tokens < objects.STEP_TOKENS:
-                    self._pending.discard(checkpoint_id)
-                elif worth > most and self._may_upload(checkpoint.size_bytes):
-                    if folder(checkpoint.namespace) in self._listed:
+                if worth > most and self._may_upload(checkpoint.size_bytes):
+                    is_out = self._store.is_quarantined(checkpoint)  # perhaps only for a while
+                    if not is_out and folder(checkpoint.namespace) in self._listed:
                         best, most = checkpoint, worth
         return best
 
@@ -338,11 +336,10 @@ class Uploads:
         await remote.bucket.write(name, [record], len(record))
         # It is there, though a full disk may take no note of that.
         self._pending.discard(checkpoint.id)
-        await remote.write(partial(remote.index.put_value, _UPLOADED, self._uploaded))
         entry = objects.entry_of(meta, shared_id, namespace)
-        await remote.enter(entry)
+        await remote.enter(entry, uploaded=self._uploaded)
         remote.metrics.shared_states.labels("up").inc()
         # Behind a removal under way, which then has told its reason.
         await self._store.update(self._store.change(checkpoint.id, shared_id=shared_id))
         if self._uploading != checkpoint.id:
-            remote.outdated.append(entry[0])
+            remote.refuse(entry[0])

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,8 +24,8 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
-from proxy.core.rates import POSITIONS, Rates, UnitCost
-from proxy.core.sharing import ENTERING, SharedLimits
+from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
+from proxy.core.sharing import ENTERING, UNMEASURED, SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import SharedStoreFault, StoreFault
 from proxy.health import Degradations, Faults
@@ -33,7 +34,7 @@ from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
-from proxy.shared.bucket import Bucket
+from proxy.shared.bucket import Bucket, Gone
 from proxy.shared.objects import Listed, Sealing, decode_meta, read_key
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
@@ -267,6 +268,21 @@ async def test_record_of_impossible_parts_is_refused_and_hides_no_other(
         assert [c.checkpoint.shared_id for c in await b.find(tokens)] == [meta.stem]
 
 
+async def test_state_that_its_machine_has_quarantined_is_judged_here_anew(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a", sealing=Sealing()) as a:
+        await a.save(run_of(3000))
+        (meta,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".meta")
+        told = decode_meta(meta.read_bytes())
+        lying = replace(told.checkpoint, quarantine=Quarantine("so it says", 1.0))
+        meta.write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(told, checkpoint=lying)))
+    async with start("b", sealing=Sealing()) as b:
+        assert await b.find(run_of(3000))
+        fetched = await b.fetch(run_of(3000))
+        assert fetched is not None and not b.store.is_quarantined(fetched)
+
+
 async def test_record_nested_too_deeply_is_refused_and_hides_no_other(
     start: Start, tmp_path: Path
 ) -> None:
@@ -433,6 +449,34 @@ async def test_stop_does_not_wait_for_what_may_not_be_deleted(
         await until(lambda: a.sample("shared_faults_total", operation="delete"))
         async with asyncio.timeout(HANG_SECONDS / 2):
             await a.tier.uploads.drain(HANG_SECONDS)
+
+
+async def test_deletion_that_is_refused_holds_up_no_upload(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS * n_faults)
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+        refuse_deletions(a, monkeypatch)
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        await until(lambda: a.sample("shared_faults_total", operation="delete"))
+        async with asyncio.timeout(HANG_SECONDS / 10):
+            await a.commit(run_of(3000, start=10_000))
+            await until(lambda: a.n_up == 2)
+
+
+async def test_bucket_that_somebody_deletes_is_told_of_and_not_asked_each_second(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise Gone("NoSuchBucket")  # for S3 it is the object that is not there
+
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        monkeypatch.setattr(a.tier.remote.bucket, "write", fail)
+        await a.commit(run_of(3000, start=10_000))
+        await until(lambda: a.tier.remote.pause_seconds("upload"))
+        assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
 
 
 @pytest.mark.parametrize("capacity", [0, 1])
@@ -606,8 +650,8 @@ async def test_state_that_is_superseded_as_its_upload_ends_goes_from_the_shared_
     async with start("a") as a:
         enter, removals = a.tier.remote.enter, list[asyncio.Future[bool]]()
 
-        async def enter_and_remove(*entries: Any) -> None:
-            await enter(*entries)
+        async def enter_and_remove(*entries: Any, **values: Any) -> None:
+            await enter(*entries, **values)
             go_on = hold_writer(a.store)
             removals.append(asyncio.ensure_future(a.store.remove(saved, Removal.SUPERSEDED)))
             await asyncio.sleep(0)
@@ -731,7 +775,7 @@ async def test_upload_that_is_slow_for_a_limit_is_not_taken_for_hung(
     async with start("b", limits=SharedLimits(upload_bytes_per_second=size_bytes * 2 // 3)) as b:
         began = time.monotonic()
         await b.save(run_of(3000, start=10_000))
-        assert time.monotonic() - began > 3 * 0.4, "longer than it may hang"
+        assert time.monotonic() - began > 1.2, "longer than it may hang"
         assert b.sample("shared_faults_total", operation="upload") == 0
 
 
@@ -770,15 +814,14 @@ async def test_upload_that_breaks_off_again_and_again_is_counted_against_the_lim
         assert a.sample("shared_faults_total", operation="upload") == n_faults
 
 
-@pytest.mark.parametrize("write", ["put", "put_value"])
 async def test_state_is_uploaded_once_though_the_disk_takes_no_note_of_it(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StoreFault("no space left on device")
 
     async with start("a") as a, start("b") as b:
-        monkeypatch.setattr(a.tier.remote.index, write, fail)
+        monkeypatch.setattr(a.tier.remote.index, "put", fail)
         await a.commit(run_of(3000))
         await a.tier.uploads.drain(SECOND)
         a.tier.uploads._wake.set()
@@ -814,6 +857,17 @@ async def test_state_stays_there_while_the_budget_has_no_room_for_what_replaces_
         monkeypatch.setattr("time.time", lambda now=time.time: now() + 2 * 86400)
         await a.commit(run_of(1500, start=50_000))  # whatever wakes the uploads on another day
         await until(lambda: (a.store.get(second.id) or second).shared_id)
+
+
+async def test_state_that_a_slow_link_holds_back_goes_up_over_a_faster_one(start: Start) -> None:
+    async with start("a") as a:
+        a.tier.remote.link = Transfer(UnitCost(1.0), UnitCost(1.0))
+        await a.commit(run_of(3000))
+        await a.tier.uploads.drain(SECOND)
+        assert a.n_up == 0
+        a.tier.remote.link = UNMEASURED
+        await a.tier.uploads.drain(SECOND)
+        assert a.n_up == 1
 
 
 async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) -> None:
@@ -1059,7 +1113,7 @@ async def test_marker_that_cannot_be_written_is_no_failing_upload(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
-@pytest.mark.parametrize("part_bytes", [8 << 20, 1 << 10], ids=["whole", "in parts"])
+@pytest.mark.parametrize("part_bytes", [8 << 20, 32 << 10], ids=["whole", "in parts"])
 async def test_state_that_cannot_be_read_holds_up_no_other_upload_and_goes_up_once_it_can(
     start: Start, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
@@ -1349,6 +1403,10 @@ async def test_damaged_index_of_the_shared_store_is_begun_anew(
     async with start("a") as a:
         (found,) = await a.find(run_of(3000), is_full=True)
         assert found.checkpoint == replace(found.checkpoint, shared_id=saved.shared_id)
+        # It is known as this proxy's own.
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        assert not await a.find(run_of(3000), is_full=True)
+        await until(lambda: not objects_in(tmp_path / "shared"))
 
 
 def test_line_ends_of_a_key_file_are_no_part_of_the_key(tmp_path: Path) -> None:
@@ -1374,6 +1432,21 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_goes_after_a
         await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
     assert objects_in(tmp_path / "shared")
     async with start("a"):
+        await until(lambda: not objects_in(tmp_path / "shared"))
+
+
+async def test_state_that_is_deleted_while_the_shared_store_is_away_does_not_come_back_after_a_kill(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+        refuse_deletions(a, monkeypatch)
+        assert await a.store.remove(saved, Removal.OPERATOR)
+        await a.tier.remote.write(lambda: None)  # behind what is being written
+        shutil.copytree(tmp_path / "a", tmp_path / "as a kill leaves it")
+        monkeypatch.undo()
+    async with start("as a kill leaves it") as a:
+        assert not await a.find(run_of(3000))
         await until(lambda: not objects_in(tmp_path / "shared"))
 
 
