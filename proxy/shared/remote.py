@@ -38,8 +38,7 @@ from proxy.tasks import Tasks
 _FOLDER = "shared-index"
 _WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
 _PLACE, _MOUNTED, _REFUSED = "place", "mounted", "refused"
-_MAX_TENANTS = 4096
-_MAX_FOUND = 32
+_MAX_TENANTS, _MAX_REFUSED, _MAX_FOUND = 4096, 4096, 32
 _MOST_BACKOFF_SECONDS = 60.0
 _TRUSTED_SECONDS, _MOST_TRUSTED_SECONDS = 15.0, 3600.0
 """For how long the first measurement of a link counts, and the fifth and later ones: the machine may have
@@ -213,8 +212,10 @@ class Remote:
         self.refused.add(checkpoint.shared_id)
         if self.is_own(checkpoint.shared_id):
             self.outdated.append(checkpoint)
-        with suppress(RuntimeError):  # it is ending
-            self._thread.submit(self.index.put_value, _REFUSED, [*self.refused])
+        # Where nothing may be deleted there are ever more: the others are written at the end.
+        if len(self.refused) < _MAX_REFUSED:
+            with suppress(RuntimeError):  # it is ending
+                self._thread.submit(self.index.put_value, _REFUSED, [*self.refused])
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a state there, its record first; raises SharedStoreFault.

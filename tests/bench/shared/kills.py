@@ -14,6 +14,7 @@ from collections import Counter
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, KnownNamespace, tenant_namespace
@@ -173,6 +174,7 @@ async def measure_kills(network: Network, leftovers: ExitStack, wanted: Wanted) 
     return section
 
 
+@patch.object(shared_tier, "ORPHAN_SECONDS", 0.0)
 async def _read_all(
     directory: Path, served: Rclone, stored: Path, counts: Counter[str]
 ) -> tuple[int, int]:
@@ -181,7 +183,6 @@ async def _read_all(
     store, tier = await opened(directory, served.url)
     n_unreadable = 0
     folder = tier.remote.folder(OURS)
-    shared_tier.ORPHAN_SECONDS = 0.0
     async with tier.running():
         await tier.look(folder)  # one that is under way
         for _ in range(2):  # what is not finished is seen, then swept
