@@ -96,7 +96,7 @@ def meta_of(
 ) -> Meta:
     """Return the `.meta` of a checkpoint in the shared *namespace*."""
     seed = Namespace(bytes.fromhex(namespace))
-    points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
+    points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
     return Meta(told, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, host)
 
@@ -137,12 +137,7 @@ def hashes_of(stored: TokenIds | None) -> list[PrefixHash]:
     return [PrefixHash(data[begin : begin + _HASH_BYTES]) for begin in begins]
 
 
-def ends_beyond(checkpoint: Checkpoint, n_tokens: int) -> list[int]:
-    """Return the lengths beyond *n_tokens* at which a request may leave a checkpoint, greatest first."""
-    return sorted((n for n in _ends_in(checkpoint) if n > n_tokens), reverse=True)
-
-
-def _ends_in(checkpoint: Checkpoint) -> set[int]:
+def ends_in(checkpoint: Checkpoint) -> set[int]:
     """Return the lengths at which a request may leave a checkpoint."""
     cuts = {checkpoint.header, checkpoint.turn_start, *checkpoint.marks, *checkpoint.restore_points}
     # An answer seldom comes back token for token, nor does the very end of the prompt before it.

@@ -187,7 +187,7 @@ class Remote:
             if record is None or record.namespace != namespace or record.shared_id in refused:
                 continue
             n_common = n_steps * objects.STEP_TOKENS
-            ends = (n for n in objects.ends_beyond(record, n_common) if n <= len(tokens))
+            ends = sorted(n for n in objects.ends_in(record) if n_common < n <= len(tokens))[::-1]
             matches = (n for n in ends if not self.index.n_missing(checkpoint_id, [digest(n)]))
             yield Candidate(record, next(matches, n_common))
 

@@ -209,14 +209,17 @@ class Tier:
                 await remote.bucket.delete(*orphans)
 
     async def _keep_capacity(self) -> None:
-        """Delete own states if those of all models and writers are too many; raises CacheFault."""
+        """Delete a share of the own states if all writers have put too much there; raises CacheFault."""
         found, remote = dict[str, Found](), self.remote
         if self._capacity:
             with remote.trying("list"):
                 async for batch in remote.bucket.list(objects.VERSION):
                     _add(found, batch)
             own = await asyncio.to_thread(self._own, found)
-            n_over = sum(n_bytes for _, n_bytes, _ in found.values()) - self._capacity
+            n_bytes = sum(n_bytes for _, n_bytes, _ in found.values())
+            # The other writers may do the same at this moment.
+            share = sum(checkpoint.size_bytes for checkpoint, _ in own) / max(1, n_bytes)
+            n_over = int(share * (n_bytes - self._capacity))
             for checkpoint in choose_deletions(own, n_over, time.time()):
                 await remote.delete(checkpoint)
 

@@ -692,6 +692,26 @@ async def test_states_of_more_models_and_keys_than_are_listed_at_once_go_up(
         await until(lambda: a.n_up == 2)
 
 
+async def test_writers_that_find_too_much_at_once_delete_no_more_than_that(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a smaller capacity is set on all machines, and they start again."""
+    async with start("a") as a, start("b") as b:
+        for n in range(4):
+            saved = await a.save(run_of(3000, start=20_000 * n))
+            await b.save(run_of(3000, start=20_000 * n + 10_000))
+        chosen = list[Checkpoint]()
+
+        async def choose(_: Remote, checkpoint: Checkpoint) -> None:
+            chosen.append(checkpoint)
+
+        monkeypatch.setattr(Remote, "delete", choose)
+        for machine in (a, b):
+            machine.tier._capacity = 5 * saved.size_bytes
+            await machine.tier._keep_capacity()
+        assert len(chosen) == 4
+
+
 async def test_capacity_is_that_of_all_models_together(start: Start, tmp_path: Path) -> None:
     async with start("a", has_other_model=True) as a:
         first = await a.save(run_of(3000))
