@@ -374,11 +374,6 @@ def with_alias(raw: bytes, aliases: Aliases, *, at_host: bool = False) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
-    """Return the system messages at the beginning of the conversation."""
-    return body.messages[: n_leading_system(body.messages)]
-
-
 def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conversation:
     """Return the conversation of a body in the chat form; its messages may be *encoded* already."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
@@ -412,18 +407,16 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     """Return the body for a request that evaluates only the header of a body, or, if *is_whole*, all of it.
 
     The header is everything before the first message that is not a system message. A bare prompt has none,
-    and is evaluated whole. Raises KeyError or TypeError if the body does not fit *route*.
+    and is evaluated whole.
     """
     fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
     fields |= _ONE_TOKEN
-    is_bare = is_whole or route is Route.COMPLETION
-    if not is_bare and route is Route.RESPONSES:
-        items = list_of(body.fields["input"])
-        fields["input"] = [*items[: n_leading_system(items)], _USER]
-    elif not is_bare:
+    if not (is_whole or route is Route.COMPLETION):
+        name = "input" if route is Route.RESPONSES else "messages"
+        messages = list_of(fields.get(name))
         # In Messages the system prompt is not one of the messages.
-        leading = [] if route is Route.MESSAGES else leading_system(body)
-        fields["messages"] = [*leading, _USER]
+        n_leading = 0 if route is Route.MESSAGES else n_leading_system(messages)
+        fields[name] = [*messages[:n_leading], _USER]
     return msgspec.json.encode(fields)
 
 

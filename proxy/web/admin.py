@@ -299,10 +299,7 @@ class Admin:
         if (route := requests.generation_route("POST", path)) is None:
             why = "the body is no request: it has no messages, prompt or input"
             raise _refused(web.HTTPBadRequest, why)
-        try:
-            wanted = requests.header_request(route, body, is_whole=is_whole)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
+        wanted = requests.header_request(route, body, is_whole=is_whole)
         warmed = own_request(path, route, keys, tenant_of(keys, self._shared.secret))
         return warmed.receive(requests.with_alias(wanted, self._aliases), self._shared.secret)
 

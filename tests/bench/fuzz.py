@@ -162,8 +162,7 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         model_named(raw, body), beside_tokens(route, body)
         stabilize(route, body.fields, Memory(), _ALL)
         pin(body, 0)  # type: ignore[arg-type]
-        with suppress(KeyError, TypeError, AttributeError):  # what `warm` answers 400 to
-            header_request(route, body, is_whole=False)
+        header_request(route, body, is_whole=False)
         chat, _ = chat_form(route, body)
         if chat is not None and route is not Route.COMPLETION:
             chat.shape("/v1/x")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.messages import Route
+from proxy.core.messages import Route, n_leading_system
 from proxy.core.model import SlotId
 from proxy.llama.requests import (
     GenerationBody,
@@ -17,7 +17,6 @@ from proxy.llama.requests import (
     chat_form,
     conversation_of,
     is_too_deep,
-    leading_system,
     n_completions,
     only_to_warm,
     parse_body,
@@ -264,8 +263,8 @@ TALK = body(
 
 
 def test_leading_system_ends_at_the_first_other_role() -> None:
-    assert [m["content"] for m in leading_system(TALK)] == ["s", "d"]
-    assert leading_system(body(CHAT)) == []
+    assert n_leading_system(TALK.messages) == 2
+    assert n_leading_system(CHAT["messages"]) == 0
 
 
 def test_last_user_index_is_the_newest_user_message() -> None:
@@ -308,7 +307,7 @@ def test_one_text_in_a_list_and_the_text_itself_are_the_same_message() -> None:
 def test_digests_depend_on_what_the_template_reads_only() -> None:
     cooler = GenerationBody(b"", {**TALK.fields, "temperature": 0.1})
     other_order = GenerationBody(b"", {**TALK.fields, "tools": [{"a": 2, "b": 1}]})
-    shorter = GenerationBody(b"", {**TALK.fields, "messages": leading_system(TALK)})
+    shorter = GenerationBody(b"", {**TALK.fields, "messages": TALK.messages[:2]})
     assert conversation_of(TALK) == conversation_of(cooler)
     assert conversation_of(TALK).digests[:8] != conversation_of(other_order).digests[:8]
     assert conversation_of(TALK).n_behind(conversation_of(shorter).digests) > 0

@@ -131,6 +131,7 @@ def test_body_is_cut_to_its_header_and_one_token() -> None:
     assert path == "/v1/responses"
     assert fields == {**RESPONSES, "input": [DEVELOPER, other], **ONE_TOKEN}
     assert warmed({"input": "text"})[1]["input"] == [other]
+    assert warmed({"messages": 5})[1]["messages"] == [other]
     path, fields = warmed(COMPLETION)
     assert (path, fields) == ("/completion", {"prompt": [1, 2], **ONE_TOKEN})
     assert warmed(CHAT, is_whole=True)[1]["messages"] == CHAT["messages"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.core.messages import Route, UnknownShape
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
-from proxy.llama.requests import GenerationBody, as_chat_body, leading_system, parse_body
+from proxy.llama.requests import GenerationBody, as_chat_body, parse_body
 from tests.lab import messages_bodies, responses_bodies
 from tests.lab.generated_bodies import values
 
@@ -83,7 +83,7 @@ def test_text_beside_tool_results_goes_in_front_of_them() -> None:
 
 def test_system_blocks_become_one_leading_message() -> None:
     chat = as_chat_body(Route.MESSAGES, body(messages_bodies.AGENT))
-    (system,) = leading_system(chat)
+    system = chat.messages[0]
     assert system["content"].startswith("x-anthropic-billing-header: cc_version=2.1.329.cf6;")
     assert system["content"].endswith("cch=fffff;You are a coding agent.Rules.\n")
 
