@@ -236,19 +236,17 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
 
 
 def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
-    for name in ("--ctx-checkpoints", "--swa-checkpoints"):  # older builds know the second only
-        if name in given:
-            if given[name].value.isdecimal():
-                launch.n_context_checkpoints = int(given[name].value)
-            if launch.n_context_checkpoints == 0:
-                launch.warnings.append(
-                    f"{given[name]}: unless the model has full attention only, nearly every request is"
-                    " evaluated whole; 8 are enough"
-                )
-            return
-        if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
+    if (chosen := given.get("--ctx-checkpoints")) is None:
+        if _add(launch, known, "--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS)):
             launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS
-            return
+        return
+    if chosen.value.isdecimal():
+        launch.n_context_checkpoints = int(chosen.value)
+    if launch.n_context_checkpoints == 0:
+        launch.warnings.append(
+            f"{chosen}: unless the model has full attention only, nearly every request is evaluated whole;"
+            " 8 are enough"
+        )
 
 
 def narrow_batches(

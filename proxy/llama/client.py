@@ -19,7 +19,7 @@ import msgspec
 from multidict import CIMultiDict
 from yarl import URL
 
-from proxy.core.messages import error_text, member, object_in, text_of
+from proxy.core.messages import error_text, list_of, member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable
@@ -81,9 +81,8 @@ class SlotStatus(msgspec.Struct):
 
     @property
     def n_generated(self) -> int:
-        """How many tokens were generated; in builds of 2025 `next_token` is no list."""
-        told = self.next_token[:1] if isinstance(self.next_token, list) else [self.next_token]
-        return sum(int(each.get("n_decoded", 0)) for each in told if isinstance(each, dict))
+        """How many tokens were generated."""
+        return sum(int(member(each, "n_decoded", 0)) for each in list_of(self.next_token)[:1])
 
     @property
     def n_held(self) -> int | None:

@@ -16,7 +16,7 @@ from proxy.core.launch import (
 
 KNOWN = frozenset(
     "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
-    "--ctx-checkpoints --swa-checkpoints --metrics --slots --no-slots --kv-unified".split()
+    "--ctx-checkpoints --metrics --slots --no-slots --kv-unified".split()
 )
 WANTED: Any = {"default_path": "/cache", "free_port": 50123, "working_directory": "/work"}
 
@@ -53,9 +53,9 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
 
 
 def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
-    made = launch(frozenset(("--slot-save-path", "--port", "-np", "--swa-checkpoints")))
-    assert added(made) == "--slot-save-path /cache --port 50123 -np 1 --swa-checkpoints 8"
-    assert launch(KNOWN - {"--ctx-checkpoints", "--swa-checkpoints"}).n_context_checkpoints is None
+    made = launch(frozenset(("--slot-save-path", "--port", "-np")))
+    assert added(made) == "--slot-save-path /cache --port 50123 -np 1"
+    assert made.n_context_checkpoints is None
     (warning,) = launch(ctx_checkpoints="0").warnings
     assert warning.startswith("--ctx-checkpoints 0: ")
 
