@@ -302,11 +302,10 @@ class LlamaServer:
         """
         if MEDIA_MARKER.fullmatch(props.media_marker):
             return props.media_marker
-        try:
+        with suppress(UpstreamRefused):  # without --metrics
             headers, _ = await self._read("GET", "/metrics", None, None, QUICK_SECONDS)
-        except UpstreamRefused:  # without --metrics
-            return ""
-        return headers.get("Process-Start-Time-Unix", "")
+            return headers.get("Process-Start-Time-Unix", "")
+        return ""
 
     async def is_replaced(self, process_id: str) -> bool:
         """Return whether another process than *process_id* answers, also where no look has seen it yet.

@@ -422,14 +422,13 @@ _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 def fingerprint_model(path: Path) -> str | None:
     """Return a hex digest over all parts of the model at *path*, or None if it is not readable GGUF."""
     digest = xxhash.xxh3_128()
-    try:
+    with suppress(OSError, KeyError, ArithmeticError, StateFileMalformed):
         for part in _parts(path):
             with part.open("rb") as file:
                 for sample in _samples(Reader(file, os.fstat(file.fileno()).st_size)):
                     digest.update(sample)
-    except (OSError, KeyError, ArithmeticError, StateFileMalformed):
-        return None
-    return digest.hexdigest()
+        return digest.hexdigest()
+    return None
 
 
 def has_key(path: Path, key: bytes) -> bool:

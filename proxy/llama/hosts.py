@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from proxy.core.messages import list_of, member, text_of
-from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
+from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.client import QUICK_SECONDS, HostKind, LlamaServer, Target
 from proxy.llama.requests import is_special
 
@@ -72,10 +72,9 @@ class ModelHost:
 
     async def accepts(self, keys: Mapping[str, str]) -> bool:
         """Return whether a client with these headers may have a model loaded."""
-        try:
+        with suppress(UpstreamFault):  # the request itself will show it
             return await self._root.takes_key(keys, self._guarded_path)
-        except UpstreamFault:
-            return True  # the request itself will show the fault
+        return True
 
     def target(self, model: str) -> Target:
         return Target(self._root.target.base_url, model, self.kind)
@@ -240,15 +239,11 @@ def _behind(path: str, name: str) -> str:
 
 async def recognise(root: LlamaServer) -> ModelHost | None:
     """Return the host of models at a URL; None if it is no host of models, or does not answer now."""
-    try:
-        if (await root.props()).role == "router":
-            return Router(root)
-    except UpstreamUnreachable:
-        return None
-    except UpstreamFault:
-        pass
-    swap = Swap(root)
     with suppress(UpstreamFault):
+        with suppress(UpstreamRefused):  # llama-swap has no /props
+            if (await root.props()).role == "router":
+                return Router(root)
+        swap = Swap(root)
         await swap.running()
         return swap
     return None

@@ -8,6 +8,7 @@ mark is skipped, and a zero byte ends the text.
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -365,13 +366,12 @@ def with_alias(raw: bytes, aliases: Aliases, *, at_host: bool = False) -> bytes:
     """
     if not (aliases or at_host):
         return raw
-    try:
+    with suppress(ValueError, RecursionError, KeyError):
         fields = msgspec.json.decode(_text_read(raw), type=dict[str, msgspec.Raw])
         name = msgspec.json.decode(fields["model"], type=str)
         fields["model"] = msgspec.Raw(msgspec.json.encode(aliases.get(name, name)))
-    except (ValueError, RecursionError, KeyError):
-        return raw
-    return msgspec.json.encode(fields)
+        return msgspec.json.encode(fields)
+    return raw
 
 
 def conversation_of(body: GenerationBody, encoded: Sequence[bytes] = ()) -> Conversation:

@@ -171,11 +171,9 @@ class HostedModels(Watched):
             # Only idle slots are saved: a mere name is no reason to wait for running requests.
             processes = (process for s in self.servers.values() if (process := s.process))
             await background.drain(processes, self._save_seconds)
-            with suppress(errors.UpstreamFault):  # the host may tell later
-                try:
+            with suppress(errors.UpstreamUnreachable):  # the host may tell later
+                with suppress(errors.UpstreamRefused):
                     found = await self.host.resolve(name)
-                except errors.UpstreamRefused:
-                    found = None
                 if found is None:
                     self._unknown_names[name] = True
             await self.look()

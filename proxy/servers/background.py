@@ -63,11 +63,9 @@ async def _remember(process: Process | None, written: Rates) -> Rates:
     if process is None or not process.can_cache or process.rates in (written, Rates()):
         return written
     rates = process.rates
-    try:
+    with process.faults.suppressed("remember", StoreFault):
         await process.remember(RATES, rates)
         await process.remember(SIZES, list(process.sizes))
-    except StoreFault as fault:
-        process.faults.record("remember", fault)
     return rates
 
 
@@ -289,14 +287,12 @@ class Ahead:
 
     async def _begin(self, process: Process, request: Request) -> None:
         try:
-            await asyncio.sleep(_IDLE_SECONDS)
-            if settling := [task for _, task in process.settling]:
-                await asyncio.wait(settling)
-            await self._evaluate(process, request)
-        except UpstreamUnreachable:
-            pass  # the slot is gone
-        except Exception as error:  # nobody has asked for it
-            process.faults.record("unattended action", error)
+            # Nobody has asked for it; when llama-server is away, the slot is gone.
+            with process.faults.suppressed("unattended action"), suppress(UpstreamUnreachable):
+                await asyncio.sleep(_IDLE_SECONDS)
+                if settling := [task for _, task in process.settling]:
+                    await asyncio.wait(settling)
+                await self._evaluate(process, request)
         finally:
             self._is_evaluating = False
 

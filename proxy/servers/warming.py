@@ -9,6 +9,7 @@ prompt, in the namespace of the tenant that sent them first, so that its next re
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -144,17 +145,14 @@ class Warming:
 
 async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> None:
     """Report again and again how many tokens of the prompt are evaluated."""
-    while True:
-        try:
-            statuses = await process.slot_states()
-        except UpstreamFault:
-            return  # --no-slots
-        for status in statuses:
-            is_ours = process.slots[SlotId(status.id)].destined == prompt.tokens
-            if is_ours and status.is_processing:
-                n_done = min(status.n_held or 0, prompt.n_tokens)
-                await on_progress(n_done=n_done, n_tokens=prompt.n_tokens)
-        await asyncio.sleep(_LOOK_SECONDS)
+    with suppress(UpstreamFault):  # --no-slots
+        while True:
+            for status in await process.slot_states():
+                is_ours = process.slots[SlotId(status.id)].destined == prompt.tokens
+                if is_ours and status.is_processing:
+                    n_done = min(status.n_held or 0, prompt.n_tokens)
+                    await on_progress(n_done=n_done, n_tokens=prompt.n_tokens)
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _save(servers: Sequence[Server], prompt: Prompt) -> None:

@@ -299,8 +299,7 @@ async def outlast(
 
 async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool | None:
     """Return whether llama-server works in one of the slots; None if it does not tell."""
-    try:
+    with suppress(UpstreamFault):  # --no-slots, or llama-server is gone
         states = await process.slot_states()
-    except UpstreamFault:
-        return None  # --no-slots, or llama-server is gone: there is nothing more to see
-    return any(state.is_processing for state in states if state.id in slot_ids())
+        return any(state.is_processing for state in states if state.id in slot_ids())
+    return None

@@ -25,15 +25,11 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
     """Return the usable checkpoints, and the longest prefix shared with any checkpoint."""
     if not process.rule.can_restore:
         return (), 0
-    try:
+    watching = process.watching(DegradationKind.LOOKUPS_FAIL, Exception)
+    with process.faults.suppressed("lookup"), watching:
         stored = process.store.find(prompt.namespace, prompt.tokens)
-        found, n_shared = promising(process.rule, loaded(process, stored), prompt.n_tokens)
-    except Exception as fault:
-        process.faults.record("lookup", fault)
-        process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
-        return (), 0
-    process.recover(DegradationKind.LOOKUPS_FAIL)
-    return found, n_shared
+        return promising(process.rule, loaded(process, stored), prompt.n_tokens)
+    return (), 0
 
 
 def has_file(process: Process, prompt: Prompt, n_saved: int) -> bool:

@@ -13,7 +13,7 @@ from cachetools import LRUCache
 
 from proxy.core import cuts
 from proxy.core.messages import CONVERSATIONS, Route, list_of
-from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
+from proxy.errors import CacheFault, StoreFault, UpstreamRefused, WillBeRefused
 from proxy.llama.client import LlamaServer, Target
 from proxy.llama.requests import GenerationBody
 from proxy.serving.process import Process
@@ -103,16 +103,14 @@ class Stabilizing:
         return asked.result() if asked.done() else RequestFacts()
 
     async def _ask(self, upstream: LlamaServer) -> RequestFacts:
-        try:
+        with self._services.faults.suppressed("stabilize"):
             renderings = {probe: await _render(upstream, body) for probe, body in BODIES.items()}
             facts = read_facts(renderings)
             inlined = inlined_body(facts)
             if inlined is None or keeps_inlined(await _render(upstream, inlined), renderings):
                 return facts
             return replace(facts, reasoning_marks=None)
-        except (UpstreamFault, ValueError, KeyError) as fault:
-            self._services.faults.record("stabilize", fault)
-            return RequestFacts()
+        return RequestFacts()
 
 
 async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:

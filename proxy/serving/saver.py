@@ -182,32 +182,26 @@ class Saver:
         if wanted == own.keys():
             return saved, True
         store, grafted = process.store, dict[int, Source]()
-        try:
-            with ExitStack() as kept:
-                for point in wanted - own.keys():
-                    donor = others[point].checkpoint
-                    kept.enter_context(store.keep(donor))
-                    try:
-                        await verify(process, donor, point)
-                    except errors.StoreFault as fault:
-                        process.faults.record("verify", fault)
-                        continue
+        with process.faults.suppressed("thin", errors.StateFileMalformed), ExitStack() as kept:
+            for point in wanted - own.keys():
+                donor = others[point].checkpoint
+                kept.enter_context(store.keep(donor))
+                with process.faults.suppressed("verify", errors.StoreFault):
+                    await verify(process, donor, point)
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
-                # Copied points may make the file larger than it is: there must be room before.
-                mine = wanted & own.keys()
-                n_more = len(mine) + len(grafted) - len(own)
-                most_bytes = saved.state.size_bytes + n_more * max(own.values())
-                try:
-                    await store.settle(saved.file_name, max(saved.state.size_bytes, most_bytes))
-                except errors.NoRoom:  # the state is worth more than what it would take over
-                    grafted.clear()
-                saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
-        except errors.StateFileMalformed as fault:
-            process.faults.record("thin", fault)
-            return saved, False
-        await store.settle(saved.file_name, saved.state.size_bytes)
-        return saved, wanted <= set(saved.state.restore_points)
+            # Copied points may make the file larger than it is: there must be room before.
+            mine = wanted & own.keys()
+            n_more = len(mine) + len(grafted) - len(own)
+            most_bytes = saved.state.size_bytes + n_more * max(own.values())
+            try:
+                await store.settle(saved.file_name, max(saved.state.size_bytes, most_bytes))
+            except errors.NoRoom:  # the state is worth more than what it would take over
+                grafted.clear()
+            saved = await asyncio.to_thread(_select, store.files, saved, mine, grafted)
+            await store.settle(saved.file_name, saved.state.size_bytes)
+            return saved, wanted <= set(saved.state.restore_points)
+        return saved, False
 
     def learn_from_file(self, content: Content, state: StateFile) -> str | None:
         """Return why a saved file is not what the slot was expected to hold; None if it is.
