@@ -302,7 +302,7 @@ class Ahead:
         chat, answer = request.chat, request.answer
         if not (account and prompt and chat and answer):
             return
-        tokens = await process.reader.read_next(chat, answer.said(), request.keys, prompt.namespace)
+        tokens = await process.reader.read_next(request, chat, answer.said())
         cuts = Cuts(prompt.cuts.header)
         next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
         slot = process.slots[account.plan.slot_id]

@@ -193,8 +193,7 @@ class Cache:
             return
         process.journal.note_chat(request)
         try:
-            read = partial(process.reader.read, request.route, request.chat, request.keys)
-            prompt = await read(request.namespace, process.rule, request.conversation)
+            prompt = await process.reader.read(request, request.chat, process.rule)
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault

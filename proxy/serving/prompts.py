@@ -23,7 +23,6 @@ from proxy.core.cuts import own_point
 from proxy.core.messages import (
     DIGEST_BYTES,
     REMINDER_TAG,
-    Conversation,
     Route,
     is_system,
     n_leading_system,
@@ -34,6 +33,7 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_i
 from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.client import MEDIA_MARKER, Headers, LlamaServer, TokenPiece
 from proxy.llama.requests import GenerationBody, conversation_of
+from proxy.serving.request import Request
 
 _N_REMEMBERED = 256
 _REMEMBERED_SECONDS = 600.0
@@ -104,20 +104,10 @@ class PromptReader:
         self._endings: LRUCache[tuple[str, str, bytes], str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[tuple[Namespace, str], TokenIds] = LRUCache(_N_TEXTS)
 
-    async def read(
-        self,
-        route: Route,
-        body: GenerationBody,
-        headers: Headers,
-        namespace: Namespace,
-        rule: Rule,
-        conversation: Conversation | None = None,
-    ) -> Prompt:
-        """Return the prompt of a *body* (in the chat form if it has messages); raises UpstreamFault.
-
-        The *conversation* is that of the body, if it was made already.
-        """
-        if route is Route.COMPLETION:
+    async def read(self, request: Request, body: GenerationBody, rule: Rule) -> Prompt:
+        """Return the prompt of a request, whose *body* is in the chat form; raises UpstreamFault."""
+        headers, namespace = request.keys, request.namespace
+        if request.route is Route.COMPLETION:
             prompt = body.fields["prompt"]
             # Of a larger number llama-server reads 32 bits.
             if isinstance(prompt, list) and all(type(n) is int and n >> 31 == 0 for n in prompt):
@@ -132,7 +122,7 @@ class PromptReader:
             # The marker stands for the first image; how many tokens this image takes is not told.
             text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
         tokens = await self.known.tokenize(text, headers, namespace)
-        digests = (conversation or conversation_of(body)).digests
+        digests = (request.conversation or conversation_of(body)).digests
         n_system = n_leading_system(body.messages)
         rendering = _Rendered(text, tokens, body, headers, namespace, digests, n_system)
         rule = rule if len(tokens) < self._n_ctx else NO_RULE
@@ -151,9 +141,10 @@ class PromptReader:
 
     async def _find_cuts(self, rendering: _Rendered, rule: Rule) -> Cuts:
         """Find all cuts. Where a turn starts is remembered from the request that began the turn."""
-        body, tokens = rendering.body, rendering.tokens
-        last_user = last_user_index(body)
-        begins_turn = last_user is not None and all(map(is_system, body.messages[last_user + 1 :]))
+        messages, tokens = rendering.body.messages, rendering.tokens
+        users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+        last_user = users[-1] if users else None
+        begins_turn = last_user is not None and all(map(is_system, messages[last_user + 1 :]))
         if begins_turn or rule.is_end_only:
             newest = last_user if begins_turn else None
             header, end, last_turn, surroundings = await asyncio.gather(
@@ -171,7 +162,7 @@ class PromptReader:
         if begins_turn:
             self._turns[key] = tokens[: cuts.message_end]
         elif key not in self._turns:  # the turn began before the proxy did, or its prompt was cut
-            shared = await self._compare(rendering, body.messages[: last_user + 1])
+            shared = await self._compare(rendering, messages[: last_user + 1])
             self._turns[key] = tokens[: shared.n_tokens]
         return replace(cuts, turn_start=_length_if_prefix(self._turns.get(key), tokens))
 
@@ -316,13 +307,12 @@ class PromptReader:
         n_cut = len(rendering.tokens) - len(tokens)
         return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
-    async def read_next(
-        self, body: GenerationBody, said: str, headers: Headers, namespace: Namespace
-    ) -> TokenIds:
+    async def read_next(self, request: Request, body: GenerationBody, said: str) -> TokenIds:
         """Return what the prompt behind an answer with the text *said* begins with; raises UpstreamFault.
 
         No tokens if that depends on whether the client sends the answer's reasoning back.
         """
+        headers, namespace = request.keys, request.namespace
         answer = {"role": "assistant", "content": said}
         user, other = _OTHER_MESSAGES
         messages = [*body.messages, answer, user]
@@ -440,9 +430,3 @@ def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
     """Return a body that renders *messages* as the request would, without the generation prompt."""
     changed = {"messages": messages, "add_generation_prompt": False}
     return msgspec.json.encode({**body.fields, **changed})
-
-
-def last_user_index(body: GenerationBody) -> int | None:
-    """Return the index of the newest user message, or None."""
-    indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
-    return max(indices, default=None)

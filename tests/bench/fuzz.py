@@ -38,7 +38,6 @@ from proxy.llama.requests import (
     pin,
 )
 from proxy.llama.state_edits import Source, order_windows, repair_window, select_context_checkpoints
-from proxy.serving.prompts import last_user_index
 from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize
 from proxy.store.directory import decode_sidecar, encode_sidecar
@@ -167,7 +166,6 @@ def _read_body(route: Route) -> Callable[[bytes], object]:
         if chat is not None and route is not Route.COMPLETION:
             chat.shape("/v1/x")
             conversation_of(chat)
-            last_user_index(chat)
 
     return read
 

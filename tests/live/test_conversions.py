@@ -11,13 +11,13 @@ from hypothesis import given
 
 from proxy.core.messages import UnknownShape
 from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
-from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamRefused
 from proxy.llama import client as llama_server
 from proxy.llama.client import Target
 from proxy.llama.connection import new_session
 from proxy.llama.files import read_state_file
 from proxy.llama.requests import as_chat_body, generation_route, parse_body
+from proxy.servers.warming import own_request
 from proxy.serving.prompts import PromptReader
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
 from tests.lab.models import TEMPLATE_FOLDER, model_path
@@ -58,7 +58,7 @@ class Server:
             upstream = llama_server.LlamaServer(session, Target(self.process.base_url), None)
             chat = as_chat_body(route, body)
             reader = PromptReader(upstream, n_ctx=1 << 20)
-            return await reader.read(route, chat, {}, Namespace(b""), rule)
+            return await reader.read(own_request(path, route, {}, b""), chat, rule)
 
     def count(self, path: str, raw: bytes) -> int | None:
         """Return llama-server's own count, or None if it refuses the body."""

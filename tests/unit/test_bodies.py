@@ -22,7 +22,7 @@ from proxy.llama.requests import (
     parse_body,
     pin,
 )
-from proxy.serving.prompts import last_user_index, with_messages
+from proxy.serving.prompts import with_messages
 
 SLOT = SlotId(3)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -265,11 +265,6 @@ TALK = body(
 def test_leading_system_ends_at_the_first_other_role() -> None:
     assert n_leading_system(TALK.messages) == 2
     assert n_leading_system(CHAT["messages"]) == 0
-
-
-def test_last_user_index_is_the_newest_user_message() -> None:
-    assert last_user_index(TALK) == 4
-    assert last_user_index(body({"messages": [{"role": "system"}]})) is None
 
 
 def test_with_messages_keeps_the_other_fields_in_order() -> None:
