@@ -15,7 +15,7 @@ begins again.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
@@ -62,8 +62,7 @@ class Pool(Addresses):
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
             self.require_named(request)
-            lending = self.lent(request.model, request.arrived_at, request.keys)
-            async with lending if lent is None else nullcontext(lent) as servers:
+            async with self.lent(request) if lent is None else nullcontext(lent) as servers:
                 with suppress(OutOfCells):  # raised once a request: then the client gets the error
                     if not servers:
                         await request.send(self.roots[0], request.raw)
@@ -173,19 +172,16 @@ class Pool(Addresses):
     # Which llama-servers may serve a request.
 
     @asynccontextmanager
-    async def lent(
-        self, model: str, since: float, keys: Mapping[str, str]
-    ) -> AsyncIterator[list[Server]]:
-        """Yield the llama-servers that may serve a request for *model*; it stays loaded in the block.
+    async def lent(self, request: Request) -> AsyncIterator[list[Server]]:
+        """Yield the llama-servers that may serve a request; its model stays loaded in the block.
 
-        Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long;
-        the request has waited *since* that moment. *keys* are the headers with its client's key.
+        Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long.
         """
-        hosted, named = await self.find(model, keys)
+        hosted, named = await self.find(request.model, request.keys)
         if hosted is None:
             yield list(self._plain)  # a host of models may turn out to be at one of the addresses
             return
-        async with hosted.use(named, since, keys) as server:
+        async with hosted.use(named, request.arrived_at, request.keys) as server:
             yield [server]
 
     async def ready(self, servers: Sequence[Server]) -> tuple[Server, Process | None]:

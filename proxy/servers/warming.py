@@ -97,10 +97,7 @@ class Warming:
         Returns which checkpoint gives the header, and how much of the prompt. Raises NotWarmed, or what
         makes serving any request impossible.
         """
-        async with (
-            self._busy,
-            self._pool.lent(request.model, time.monotonic(), request.keys) as servers,
-        ):
+        async with self._busy, self._pool.lent(request) as servers:
             began = time.monotonic()
             if not servers:
                 raise NotWarmed(f"there is no model {request.model!r}")
