@@ -158,13 +158,12 @@ class HostedModels(Watched):
             self.servers[model].lose()
 
     async def named(self, name: str, keys: Mapping[str, str]) -> str | None:
-        """Return the model with the name *name*; None if the host has none, or refuses these *keys*.
+        """Look for a model with the name *name*; None if the host has none, or refuses these *keys*.
 
         A host may know names that it does not list: it is asked about such a name, which may load a model.
         """
-        if (found := self.models.named(name)) is None:
-            await self.look()
-            found = self.models.named(name)
+        await self.look()
+        found = self.models.named(name)
         if found or not self.host.hides_names or name in self._unknown_names:
             return found
         if await self.host.accepts(keys):
