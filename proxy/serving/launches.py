@@ -276,12 +276,11 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_runnin
         await process.saves.begin(slot_id)
 
 
+SlotIds = Callable[[], Collection[SlotId]]
+
+
 async def outlast(
-    process: Process,
-    slot_ids: Callable[[], Collection[SlotId]],
-    n_tokens: int = 0,
-    *,
-    is_running: bool = False,
+    process: Process, slot_ids: SlotIds, n_tokens: int = 0, *, is_running: bool = False
 ) -> None:
     """Return when a request of *n_tokens* that was abandoned in one of the slots cannot run any more.
 
@@ -297,7 +296,7 @@ async def outlast(
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool | None:
+async def _is_busy(process: Process, slot_ids: SlotIds) -> bool | None:
     """Return whether llama-server works in one of the slots; None if it does not tell."""
     with suppress(UpstreamFault):  # --no-slots, or llama-server is gone
         states = await process.slot_states()
