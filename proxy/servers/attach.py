@@ -179,19 +179,17 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
     """
     adopted: Adopted = {}
     for slot in process.slots.free():
-        async with AsyncExitStack() as file:
-            try:
+        with suppress(NoRoom):
+            async with AsyncExitStack() as file:
                 name = await file.enter_async_context(process.saver.room_for(slot.content))
                 saved = await process.saver.save(slot.id, name)
-            except NoRoom:
-                continue
-            if not saved.state.tokens:
-                process.slots.set_content(slot.id, Empty())
-            elif process.adapters:
-                await process.erase(slot.id)
-            else:
-                adopted[slot.id] = saved
-                files.push_async_exit(file.pop_all())
+                if not saved.state.tokens:
+                    process.slots.set_content(slot.id, Empty())
+                elif process.adapters:
+                    await process.erase(slot.id)
+                else:
+                    adopted[slot.id] = saved
+                    files.push_async_exit(file.pop_all())
     return adopted
 
 
