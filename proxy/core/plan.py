@@ -264,11 +264,8 @@ def displacements_by(
 
     def displacement(n_reused: int | None) -> Displacement:
         n_lost = min(content.n_unsaved, content.n_tokens - (0 if n_reused is None else n_common))
-        saves = (
-            n_lost > MAX_LOST_TOKENS
-            and saving.is_write_back_due(now.rule, content)
-            and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
-        )
+        saves = n_lost > MAX_LOST_TOKENS and saving.is_write_back_due(now.rule, content)
+        saves = saves and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
         delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
         remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
         if now.rule.can_restore and (saves or content.n_saved):

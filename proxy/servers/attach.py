@@ -129,18 +129,15 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     For servers that cannot save; where llama-server cannot erase either, both slots keep a few tokens.
     """
     with suppress(UpstreamFault):
-        empty = [
-            SlotId(status.id)
-            for status in await upstream.slots()
-            if not status.is_processing and status.n_held == 0
-        ]
+        idle = [status for status in await upstream.slots() if not status.is_processing]
+        empty = [SlotId(status.id) for status in idle if status.n_held == 0][:2]
         if len(empty) < 2:
             return None
-        for slot_id in empty[:2]:
+        for slot_id in empty:
             await upstream.evaluate(slot_id, _FEW_TOKENS)
         first = next(s for s in await upstream.slots() if s.id == empty[0])
         with suppress(UpstreamFault):
-            for slot_id in empty[:2]:
+            for slot_id in empty:
                 await upstream.erase(slot_id)
         return None if first.n_held is None else first.n_held == 0
     return None

@@ -316,10 +316,9 @@ class PromptReader:
         answer = {"role": "assistant", "content": said}
         user, other = _OTHER_MESSAGES
         messages = [*body.messages, answer, user]
-        raw, with_reasoning = (
-            with_messages(body, [*body.messages, a, user])
-            for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
-        )
+        reasoned = {**answer, "reasoning_content": _OTHER_TEXTS[0]}
+        raw = with_messages(body, messages)
+        with_reasoning = with_messages(body, [*body.messages, reasoned, user])
         text = await self._upstream.apply_template(raw, headers)
         if text != await self._upstream.apply_template(with_reasoning, headers):
             return TokenIds("i")

@@ -303,10 +303,8 @@ class Saver:
         ours = self._process.present(self._process).rates_by
         newest = self._process.store.newest(MAX_SIZES - len(self._process.sizes))
         stored = (c for c in newest if not ours or c.namespace in ours)
-        return [
-            *self._process.sizes,
-            *(saving.StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
-        ]
+        sizes = [saving.StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored]
+        return [*self._process.sizes, *sizes]
 
     def _spared_seconds(self, content: Content) -> float | None:
         """Return the seconds to evaluate the tokens of a slot that no checkpoint has; None if not known.
