@@ -32,6 +32,13 @@ SYSTEM_ROLES = ("system", "developer")
 REMINDER_TAG, _REMINDER_END = "<system-reminder>", "</system-reminder>"
 """Agents write such tags around the text that they add to the user's."""
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+ID = re.compile(
+    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|(?<=tmp)[._]?\w{6,}"
+    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}(?![A-Za-z0-9])"
+    r"|(?<=_ID: )[\w-]+|\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| [AP]M)?"
+)
+"""A name of a session, a run or a temporary file: a UUID, letters and digits without a meaning, what is
+called an ID, or the second at which the session began."""
 
 
 class UnknownShape(Exception):

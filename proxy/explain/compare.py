@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from proxy.core.messages import list_of, without_reminders
+from proxy.core.messages import ID, list_of, without_reminders
 from proxy.core.tokens import common_prefix_length
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.sketch import Sketch, first_difference, is_truncated, pieces_of, sketch_of
@@ -225,10 +225,6 @@ _ITEM = "|".join(
     )
 )
 _DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,]|\bat\b){{0,4}}(?:{_ITEM}))*")
-_ID = re.compile(
-    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}|(?<=_ID: )[\w-]+"
-)
 
 
 class _TextBlock(NamedTuple):
@@ -271,7 +267,7 @@ def _behind(kind: re.Pattern[str], text: str, at: int) -> str | None:
     return None
 
 
-is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, _ID)
+is_date, is_id = partial(_is_changed, _DATE), partial(_is_changed, ID)
 
 
 def is_reminder(new: str, old: str, at: int) -> bool:

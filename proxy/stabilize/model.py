@@ -18,6 +18,7 @@ import xxhash
 from cachetools import FIFOCache
 
 from proxy.core.messages import (
+    ID,
     Route,
     UnknownShape,
     list_of,
@@ -265,13 +266,6 @@ DATE = re.compile(
     rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
     re.IGNORECASE,
 )
-ID = re.compile(
-    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|(?<=tmp)[._]?\w{6,}"
-    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}(?![A-Za-z0-9])"
-    r"|(?<=_ID: )[\w-]+|\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z| [AP]M)?"
-)
-"""A name of a session, a run or a temporary file: a UUID, letters and digits without a meaning, what is
-called an ID, or the second at which the session began."""
 COUNT = re.compile(r"(?<![A-Za-z0-9])\d+(?:[.,]\d+)*(?![A-Za-z0-9])")
 
 

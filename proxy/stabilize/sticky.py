@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec.json import decode, encode
 
 from proxy.core.messages import (
+    ID,
     Route,
     UnknownShape,
     has_reminder,
@@ -24,7 +25,7 @@ from proxy.core.messages import (
 )
 from proxy.stabilize import model
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
-from proxy.stabilize.model import COUNT, ID, Draft, Json, call_key, plain_text, with_list
+from proxy.stabilize.model import COUNT, Draft, Json, call_key, plain_text, with_list
 
 # Words at the beginning of a prompt that a conversation keeps as first sent: one mechanism for dates, names
 # of sessions, counts and the texts of tools. The text around such words identifies their place. The newest

@@ -56,6 +56,7 @@ HEADERS = [
     (LONG + "Now: 14:03:10." + LONG, LONG + "Now: 9:15:59." + LONG, Cause.DATE),
     (LONG + "Port 8080." + LONG, LONG + "Port 9090." + LONG, Cause.SYSTEM_TEXT),
     (f"{LONG}CHAT_ID: conv-1\n{LONG}", f"{LONG}CHAT_ID: conv-2\n{LONG}", Cause.SESSION),
+    (LONG + "/tmp.kXwvQzPl/a" + LONG, LONG + "/tmp.bRmtHyWc/a" + LONG, Cause.SESSION),
     (BILLING.format("a1b") + LONG, BILLING.format("c2d") + LONG, Cause.SYSTEM_TEXT),
     (BILLING.format("a1b") + LONG, LONG, Cause.SYSTEM_TEXT),
     (f"<env>\ncwd: /a\n</env>{LONG}", f"<env>\ncwd: /b\n</env>{LONG}", Cause.SYSTEM_TEXT),
