@@ -54,6 +54,10 @@ class _WaitingForModel:
     admitted: "asyncio.Future[None]"
 
 
+NewServer = Callable[["HostedModels", str], Server]
+"""Makes the server of a model that its host has loaded for the first time."""
+
+
 class HostedModels(Watched):
     """Watches a host of models, and lets requests use its models; its phase is attached while it answers.
 
@@ -62,11 +66,7 @@ class HostedModels(Watched):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        services: ServerServices,
-        host: ModelHost,
-        new_server: Callable[["HostedModels", str], Server],
+        self, settings: Settings, services: ServerServices, host: ModelHost, new_server: NewServer
     ) -> None:
         super().__init__(Phase.ATTACHED, settings.upstream_wait_seconds)
         self.root = services.upstream
