@@ -5,7 +5,7 @@ have. Everything here is frozen; nothing here awaits, opens, logs or reads a clo
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -358,7 +358,7 @@ in another slot, to see whether llama-server then clears the slot with the other
 
 TOLERANCE = 0.01
 
-Canary: TypeAlias = Sequence[tuple[int, float]]
+Canary: TypeAlias = list[tuple[int, float]]
 """The likeliest next tokens with their log-probabilities, the likeliest first."""
 
 
@@ -366,7 +366,7 @@ class KnownNamespace(msgspec.Struct, frozen=True):
     """A namespace's id and its canary; `name` is the model's name when it was last served."""
 
     id: bytes
-    canary: list[tuple[int, float]]
+    canary: Canary
     name: str = ""
 
 

@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from proxy.core.messages import error_text, list_of, member, object_in, text_of
-from proxy.core.model import SlotId
+from proxy.core.model import Canary, SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import UpstreamLost, UpstreamRefused, UpstreamSlow, UpstreamUnreachable
 from proxy.llama.connection import NOT_CONNECTED, Reply, literal_address, read_most, reason_of, send
@@ -379,7 +379,7 @@ class LlamaServer:
         """Replace the content of a slot by one token."""
         await self._complete(msgspec.Raw, {"prompt": [0], "id_slot": slot_id, **_FROM_NOTHING})
 
-    async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
+    async def canary(self, slot_id: SlotId, tokens: TokenIds) -> Canary:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         wanted = {"n_predict": 1, "n_probs": 10, "temperature": 0.0, "id_slot": slot_id}
         fields = {"prompt": tokens.tolist(), **_FROM_NOTHING, **wanted}

@@ -19,7 +19,7 @@ import xxhash
 from proxy.core import model
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
-from proxy.core.model import NO_RULE, CheckpointKind, Rule, SlotId
+from proxy.core.model import NO_RULE, Canary, CheckpointKind, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
@@ -266,7 +266,7 @@ def _static(process: Process, identity: Identity, state: StateFile) -> str:
     return xxhash.xxh3_128_hexdigest(told)
 
 
-async def _recognize(process: Process, identity: Identity, canary: list[tuple[int, float]]) -> None:
+async def _recognize(process: Process, identity: Identity, canary: Canary) -> None:
     """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
     directory = str(store.files.directory)
@@ -347,9 +347,7 @@ async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: T
     return (await process.upstream.evaluate(slot_id, prompt)).cache_n
 
 
-async def _namespace(
-    process: Process, static: str, canary: list[tuple[int, float]], name: str
-) -> Namespace:
+async def _namespace(process: Process, static: str, canary: Canary, name: str) -> Namespace:
     """Return the namespace of the model with this canary; *name* is its name for people."""
     known = known_namespaces(process.store.index, static)
     if known and model.choose_namespace(known, canary) is None:
