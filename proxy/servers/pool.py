@@ -15,7 +15,7 @@ begins again.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
@@ -157,9 +157,7 @@ class Pool(Addresses):
         self._shared.report.not_looked_up(request, "llama-server is not attached", Outcome.DEGRADED)
         return True
 
-    async def _watched(
-        self, server: Server, request: Request, serving: Coroutine[Any, Any, object]
-    ) -> None:
+    async def _watched(self, server: Server, request: Request, serving: Awaitable[object]) -> None:
         """Await *serving* and note the tool calls, even if the client hangs up at the end of the answer."""
         request.answer = None
         try:
