@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import uvloop
+from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawResponseMessage
@@ -91,14 +92,14 @@ class ReplyHandler(ResponseHandler):
         super().set_exception(*errors)
 
 
-def read_now(content: aiohttp.StreamReader) -> bytes:
+def read_now(content: StreamReader) -> bytes:
     """Return what has come; raises what broke the answer off once all that came before it is read."""
     if content.exception() and content._buffer:  # here aiohttp would raise at once
         return content._read_nowait(-1)
     return content.read_nowait()
 
 
-async def read_most(content: aiohttp.StreamReader) -> bytes:
+async def read_most(content: StreamReader) -> bytes:
     """Return a whole body; of one over MAX_BUFFERED_BYTES its beginning, which is over that limit, too."""
     read = bytearray()
     while len(read) <= MAX_BUFFERED_BYTES and (data := await content.readany()):
@@ -168,11 +169,7 @@ class Reply(AbstractAsyncContextManager["Reply"]):
     """An answer, with those names of aiohttp's ClientResponse that a relay needs."""
 
     def __init__(
-        self,
-        method: str,
-        connection: ReplyHandler,
-        head: RawResponseMessage,
-        content: aiohttp.StreamReader,
+        self, method: str, connection: ReplyHandler, head: RawResponseMessage, content: StreamReader
     ) -> None:
         self.method, self.connection, self.content = method, connection, content
         self.status, self.reason, self.headers = head.code, head.reason, head.headers
