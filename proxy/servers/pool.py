@@ -61,7 +61,8 @@ class Pool(Addresses):
         """
         await self.ahead.give_way(request.session)
         for n_tries in count(1):
-            self.require_named(request)
+            if self.has_models:
+                self.require_named(request)
             async with self.lent(request) if lent is None else nullcontext(lent) as servers:
                 with suppress(OutOfCells):  # raised once a request: then the client gets the error
                     if not servers:
@@ -175,7 +176,9 @@ class Pool(Addresses):
 
         Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long.
         """
-        hosted, named = await self.find(request.model, request.keys)
+        hosted, named = (
+            await self.find(request.model, request.keys) if self.has_models else (None, "")
+        )
         if hosted is None:
             yield list(self._plain)  # a host of models may turn out to be at one of the addresses
             return
@@ -189,6 +192,8 @@ class Pool(Addresses):
         for too long.
         """
         if attached := [(server, there) for server in servers if (there := server.process)]:
+            if len(attached) == 1:
+                return attached[0]
             return min(attached, key=lambda each: each[0].n_queued)
         waits = {asyncio.ensure_future(server.ready()): server for server in servers}
         try:
