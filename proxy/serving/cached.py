@@ -52,7 +52,6 @@ class CachedRequest:
     _lease: Lease[Plan]
     _begin_evaluation: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
-    _is_sent = False
     _is_placed = True  # known to run in its slot
 
     def __init__(self, process: Process, request: Request, turn: Turn | None, read: Read) -> None:
@@ -71,11 +70,6 @@ class CachedRequest:
     @property
     def _plan(self) -> Plan:
         return self._account.plan
-
-    @property
-    def _prompt_as_planned(self) -> Prompt:
-        """The prompt with the cuts of the plan, which has found the branch."""
-        return replace(self._prompt, cuts=self._plan.cuts)
 
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
@@ -276,8 +270,9 @@ class CachedRequest:
                 await process.finish(self._lease, process.saves.begin(slot_id, stop.save_as))
 
     async def _evaluate_to(self, n_tokens: int) -> None:
-        process, prompt, keys = self._process, self._prompt_as_planned, self._request.keys
-        stopped = await process.stop(self._plan.slot_id, prompt, n_tokens, keys)
+        process, plan, keys = self._process, self._plan, self._request.keys
+        prompt = replace(self._prompt, cuts=plan.cuts)  # the plan has found the branch
+        stopped = await process.stop(plan.slot_id, prompt, n_tokens, keys)
         self._account.add(stopped, process.rates)
 
     # The request is sent, and may fail.
@@ -285,11 +280,8 @@ class CachedRequest:
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        return await self._launch(raw, self._note_running)
-
-    async def _launch(self, raw: bytes, on_start: Callable[[], None]) -> Answer:
-        self._is_sent = True
-        return await self._process.launches.send(self._turn, self._request, raw, on_start)
+        launches = self._process.launches
+        return await launches.send(self._turn, self._request, raw, self._note_running)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)
@@ -335,7 +327,7 @@ class CachedRequest:
             if is_emptied:
                 process.slots.set_content(slot_id, Empty())
                 continue
-            if self._is_sent:
+            if self._request.is_sent:
                 content = TAINTED if self._must_erase() else slots.left_by(prompt, content)
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
@@ -409,7 +401,8 @@ class CachedRequest:
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""
-        process, prompt, account = self._process, self._prompt_as_planned, self._account
+        process, account, plan = self._process, self._account, self._plan
+        prompt = replace(self._prompt, cuts=plan.cuts)  # the plan has found the branch
         unknown = Unknown(prompt.namespace, not prompt.is_before_media, origin=before.origin)
         if timings is None:
             process.has_run_out_of_cells |= process.is_overfull
@@ -440,7 +433,7 @@ class CachedRequest:
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
         content = process.content_after(before, prompt, timings.predicted_n)
-        return replace(content, is_stored_further=self._plan.is_stored_further)
+        return replace(content, is_stored_further=plan.is_stored_further)
 
     def _disagree(self, n_really: int) -> None:
         self._process.disable_shape(self._prompt.shape)

@@ -74,7 +74,8 @@ class SimilarRequest(CachedRequest):
 
     async def _send_as_it_is(self) -> Answer:
         on_start = self._note_running if self._is_placed else self._read_beside
-        return await self._launch(self._body.raw, on_start)
+        launches = self._process.launches
+        return await launches.send(self._turn, self._request, self._body.raw, on_start)
 
     async def _hold_queue(self) -> Turn:
         """Wait until llama-server must choose the prepared slot; return the hold on the queue."""

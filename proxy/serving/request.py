@@ -86,6 +86,7 @@ class Request:
     prompt: Prompt | None = None
     why: str | None = None  # without a prompt: why the request is not cached
     account: Account | None = None
+    is_sent: bool = False  # whether llama-server may have seen it
     answer: Answer | None = None
     answered_at: float = 0.0  # when its answer was whole (monotonic)
     foresee: Callable[[], Judgement] = not_looked_up
@@ -118,7 +119,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.encoded = ()
+        self.encoded, self.is_sent = (), False
         self.answered_at, self.foresee, self.shared = 0.0, not_looked_up, ""
         self.conversation, self.extends, self.is_brief, self.fetch_seconds = None, None, False, 0.0
 
@@ -157,7 +158,7 @@ class Request:
         self, upstream: LlamaServer, raw: bytes, on_start: OnStart = do_nothing
     ) -> Answer:
         """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
-        self.answer = None
+        self.answer, self.is_sent = None, True
         self.answer = await self.relay(upstream, raw, on_start)
         self.answered_at = time.monotonic()
         return self.answer

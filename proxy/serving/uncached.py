@@ -47,7 +47,7 @@ class UncachedRequest:
         self._namespace = request.namespace
         self._beside_tokens = b"" if body is None else requests.beside_tokens(request.route, body)
         self._before: LastTasks | None = None
-        self._is_sent = self._is_placed = False
+        self._is_placed = False
         self._digests = requests.message_digests(request.route, body)
 
     async def serve_pinned(self, body: requests.GenerationBody) -> None:
@@ -116,7 +116,6 @@ class UncachedRequest:
         The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
         process, request = self._process, self._request
-        self._is_sent = True
         answer = await process.launches.send(self._turn, request, raw, on_start)
         if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
             process.unsupported_paths.add(request.path)
@@ -164,7 +163,7 @@ class UncachedRequest:
 
     def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""
-        if not (lease.held and self._is_sent):
+        if not (lease.held and self._request.is_sent):
             return  # a slot action took over the lease, or nothing has begun
         self._mark_unknown(lease.held)
         lease.hand_over(self._process.tasks.start(self._outlast(lease)))
