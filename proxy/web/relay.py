@@ -121,7 +121,7 @@ class Exchange:
         stream_edit, edit = edits_of(self.path, answer, request, self._told)
         body, edited = b"", None  # what was read of it; what the client gets, if that was all
         # A small answer is read whole, and goes to the client along with its headers.
-        is_plain = answer.status == 200 and answer.method != "HEAD" and not self.route
+        is_plain = answer.status == 200 and answer.method != "HEAD" and not self._is_stream
         if edit or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
             body = await read_most(answer.content)
             if target.lost(answer.status, body) == "after":

@@ -27,7 +27,6 @@ class Client(StrEnum):
     SAME_ERROR = "llama-server's error"
     BAD_GATEWAY = "502"
     EVENT = "an error event in the stream"
-    CUT = "a cut connection"
     HALF = "the same half"
 
 
@@ -125,7 +124,7 @@ ROWS = (
         (Client.SAME_ERROR, "failed", None),
         answers_400=(Client.SAME_ERROR, "refused", None),
         resets_the_connection=(Client.BAD_GATEWAY, "unanswered", None),
-        breaks_off_in_its_answer=(Client.CUT, "unanswered", None),
+        breaks_off_in_its_answer=(Client.BAD_GATEWAY, "unanswered", None),
         answers_half_of_the_JSON=(Client.HALF, "miss", None),
         does_not_answer=(Client.LATER, "hit", None),
     ),

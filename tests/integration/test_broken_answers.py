@@ -225,6 +225,15 @@ async def test_broken_answer_is_cut(
             await answer.read()
 
 
+async def test_small_answer_that_breaks_off_is_an_error_of_its_own(
+    ask: Ask, upstream: Upstream
+) -> None:
+    """Its head waits for the rest: llama-server sends both at once."""
+    upstream.parts, upstream.end = [JSON + b"Content-Length: 200\r\n\r\n", b"[1]"], "close"
+    async with ask() as answer:
+        assert answer.status == 502
+
+
 async def test_end_is_an_end_though_the_body_was_not_read(ask: Ask, upstream: Upstream) -> None:
     upstream.end = "half-close"
     async with ask(LARGE_BODY) as answer:

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import aiohttp
 import pytest
 
 from proxy.explain.causes import Cause
@@ -94,8 +93,7 @@ async def test_request_that_llama_server_fails_for_want_of_cells_is_sent_again_o
 async def test_broken_answer_is_not_taken_for_a_whole_one(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.dies_after_chunks = 1
-        with pytest.raises(aiohttp.ClientError):
-            await rig.chat("a")
+        assert (await rig.post(CHAT, {"messages": question("a")})).status == 502
         rig.server.faults.dies_after_chunks = None
         assert (await rig.chat("a")).status == 200
 
