@@ -12,6 +12,7 @@ import msgspec
 
 from proxy.core.messages import (
     REMINDER_TAG,
+    SYSTEM_ROLES,
     Route,
     UnknownShape,
     has_reminder,
@@ -221,6 +222,9 @@ def fold_system_messages(draft: Draft) -> None:
     if draft.route is not Route.MESSAGES and accepts is not False:
         return
     folded, body = list[Json](), draft.body
+    others = [m.get("role") for m in draft.messages[0 if name in body else 1 :]]
+    if not any(role in others for role in SYSTEM_ROLES):
+        return  # as of most requests, which may have thousands of messages
     # In groups: to append thousands of texts one by one would take minutes.
     for is_of_system, group in groupby(enumerate(draft.messages), lambda each: is_system(each[1])):
         found, n_first = [*group], not (folded or name in body)

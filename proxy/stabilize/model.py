@@ -293,10 +293,6 @@ class Draft:
     def messages(self, messages: list[Json]) -> None:
         self.body = with_list(self.body, self.list_name, messages)
 
-    @property
-    def tools(self) -> list[Json]:
-        return list_of(self.body.get("tools"))
-
     def rewrite_system(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of the system prompt; a text in a list is removed if it becomes empty."""
         if self.system_field in self.body:

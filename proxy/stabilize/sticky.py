@@ -121,7 +121,7 @@ class _Holding:
         if kind is not _TOOL_TEXTS:
             draft.rewrite_system(partial(self._rewrite, "system"))
             draft.rewrite_first_users(self._rewrite_user)
-        draft.body = with_list(draft.body, "tools", [self._rewrite_tool(t) for t in draft.tools])
+        draft.body = model.with_items(draft.body, "tools", self._rewrite_tool)
         for index, text, _ in (told := self._told()):
             messages = draft.messages
             if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
@@ -217,8 +217,9 @@ def keep_tool_order(draft: Draft) -> None:
     were first seen under any system prompt: the tools come before the system prompt, which changes with the
     folder. So do the keys within a tool: Mistral Vibe orders its parameters anew each time that it starts.
     """
-    tools = {_name(tool): _as_first_sent(draft, tool) for tool in draft.tools}
-    if len(tools) != len(draft.tools):
+    given: list[Json] = draft.body.get("tools") or []  # a list, says Draft
+    tools = {_name(tool): _as_first_sent(draft, tool) for tool in given}
+    if len(tools) != len(given):
         raise UnknownShape("tools has two of one name")
     if not tools:
         return
