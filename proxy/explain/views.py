@@ -14,12 +14,13 @@ from operator import attrgetter
 from typing import Annotated
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Outcome, Prompt, Quarantine
 from proxy.core.rates import Rates, seconds_in_words
-from proxy.core.tokens import Namespace, hash_steps, hash_whole
+from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
@@ -357,12 +358,11 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def traced(at: float, prompt: Prompt, n_answer: int) -> TracedRequest:
     """Return a request that came *at* so many seconds since 1970, with hashes in place of its tokens."""
-    namespace, tokens = prompt.namespace, prompt.tokens
-    hashes = hash_steps(namespace, tokens, TRACED_TOKENS)
-    if len(tokens) % TRACED_TOKENS:
-        hashes.append(hash_whole(namespace, tokens, len(tokens)))
-    ids = array("Q", [int.from_bytes(each[:8]) for each in hashes])
-    return TracedRequest(round(at * 1000), len(tokens), n_answer, ids)
+    running, data, ids = xxhash.xxh3_64(prompt.namespace), memoryview(prompt.tokens), array("Q")
+    for begin in range(0, len(data), TRACED_TOKENS):
+        running.update(data[begin : begin + TRACED_TOKENS])
+        ids.append(running.intdigest())
+    return TracedRequest(round(at * 1000), len(data), n_answer, ids)
 
 
 def numbered(requests: Iterable[TracedRequest]) -> list[TracedRequest]:

@@ -139,9 +139,10 @@ class Process(ServerServices):
 
         A prompt that never fits is refused, and needs none.
         """
+        if not (self.has_run_out_of_cells and n_tokens < self.n_ctx):
+            return False
         n_held = sum(slot.n_held + UBATCH_TOKENS * slot.is_leased for slot in others)
-        n_wanted = n_held + n_tokens + UBATCH_TOKENS  # answers are added to both
-        return self.has_run_out_of_cells and n_tokens < self.n_ctx < n_wanted
+        return n_held + n_tokens + UBATCH_TOKENS > self.n_ctx  # answers are added to both
 
     @property
     def n_queued(self) -> int:
