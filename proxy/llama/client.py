@@ -460,7 +460,7 @@ class LlamaServer:
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error
-        if lost := self.target.lost(status, content):
+        if self.target.host and (lost := self.target.lost(status, content)):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
         is_whole = response.content.at_eof()

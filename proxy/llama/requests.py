@@ -242,10 +242,9 @@ def chat_form(
     messages = list_of(chat.fields.get("messages"))
     if not messages:
         return None, "no messages"
-    if not all(isinstance(message, dict) for message in messages):
+    if set(map(type, messages)) != {dict}:
         return None, "malformed messages"
-    contents = (message.get("content") for message in messages)
-    lists = (content for content in contents if isinstance(content, list))
+    lists = [parts for m in messages if isinstance(parts := m.get("content"), list)]
     kinds = {text_of(part, "type") for parts in lists for part in parts}
     if not kinds <= {"text", *_MEDIA}:
         return None, "media in the request"

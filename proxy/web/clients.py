@@ -151,7 +151,13 @@ class Front:
                 while chunk := await incoming.content.readany():
                     body += chunk
                     self.n_coming_bytes += len(chunk)
-                    self._check_size(len(body))
+                    if len(body) > MAX_BODY_BYTES:
+                        raise ProxyError(
+                            f"the request body is over {MAX_BODY_BYTES >> 20} MiB", 413
+                        )
+                    if len(body) > SMALL_BODY_BYTES and self.n_coming_bytes > MAX_COMING_BYTES:
+                        message = f"over {MAX_COMING_BYTES >> 20} MiB of request bodies are coming"
+                        raise TooManyRequests(message)
         except TimeoutError as error:
             message = f"the request body did not come within {BODY_SECONDS:.0f} s"
             raise ProxyError(message, 408) from error
@@ -163,12 +169,6 @@ class Front:
         finally:
             self.n_coming_bytes -= len(body)
         return requests.with_alias(bytes(body), self.aliases, at_host=self.pool.has_models)
-
-    def _check_size(self, n_bytes: int) -> None:
-        if n_bytes > MAX_BODY_BYTES:
-            raise ProxyError(f"the request body is over {MAX_BODY_BYTES >> 20} MiB", 413)
-        if n_bytes > SMALL_BODY_BYTES and self.n_coming_bytes > MAX_COMING_BYTES:
-            raise TooManyRequests(f"over {MAX_COMING_BYTES >> 20} MiB of request bodies are coming")
 
 
 def _check(incoming: web.Request) -> None:

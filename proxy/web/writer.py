@@ -171,7 +171,7 @@ class ClientWriter:
         self.stop_keeping()
         if self._task is not None:
             self._task.cancel()
-        self._take(len(self._rest))  # a task that never began does not do it
+            self._take(len(self._rest))  # a task that never began does not do it
 
     @property
     def is_full(self) -> bool:
