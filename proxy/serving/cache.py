@@ -21,7 +21,6 @@ from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.tenants import admit, note_taken, note_tenant
 from proxy.serving.uncached import UncachedRequest
-from proxy.tasks import Turn
 
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
@@ -133,7 +132,12 @@ class Cache:
         request.server, request.namespace = process.server_name, namespace
 
     async def serve(self, process: Process, request: Request) -> None:
-        """Serve a request that was read.
+        """Serve a request that was read, in one of three ways.
+
+        1. Its prompt is known: in the slot that the plan chooses. llama-server drops the `id_slot` of
+           /v1/messages, so that there the chosen slot is also made the most similar one.
+        2. Its prompt is not known, but llama-server honours `id_slot`: in a slot of the proxy's choice.
+        3. Otherwise in a slot of llama-server's choice.
 
         What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
@@ -146,37 +150,26 @@ class Cache:
             has_waited |= await fetching.fetch_first(process.tier, process, request)
         if has_waited and not await process.is_current():
             raise replaced()
+        # Before a whole answer llama-server was looked at (`_extends`), before a stream it was not.
+        was_looked_at = not request.wants_stream
+        read_now = partial(self._read_now, process, request, was_looked_at=was_looked_at)
         try:
             async with process.launches.turn() as turn:
-                await self._serve_in_turn(process, request, turn)
+                if request.extends is not None and not process.can_extend(request.extends):
+                    await self._read_now(process, request)
+                # Where slots are emptied all the time, llama-server's RAM cache does better than the proxy.
+                is_left_alone = process.clears_idle_slots and not process.is_caching
+                is_pinned = requests.honours_id_slot(request.route) and not is_left_alone
+                if request.prompt is not None and not is_left_alone:
+                    serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
+                    await serving(process, request, turn, read_now).serve()
+                elif request.body is None or not is_pinned or request.n_completions > 1:
+                    await UncachedRequest(process, request, turn).serve_unpinned()
+                else:
+                    await UncachedRequest(process, request, turn).serve_pinned(request.body)
         except WillBeRefused as why:
             # The slot that it extends was taken meanwhile, so its prompt was read only now.
             await self.let_refuse(process, request, why)
-
-    async def _serve_in_turn(self, process: Process, request: Request, turn: Turn | None) -> None:
-        """Serve a request in one of three ways.
-
-        1. Its prompt is known: in the slot that the plan chooses. llama-server drops the `id_slot` of
-           /v1/messages, so that there the chosen slot is also made the most similar one.
-        2. Its prompt is not known, but llama-server honours `id_slot`: in a slot of the proxy's choice.
-        3. Otherwise in a slot of llama-server's choice.
-        """
-        if request.extends is not None and not process.can_extend(request.extends):
-            await self._read_now(process, request)
-        # Where slots are emptied all the time, llama-server's own RAM cache does better than the proxy.
-        is_left_alone = process.clears_idle_slots and not process.is_caching
-        body = request.body
-        if request.prompt is not None and not is_left_alone:
-            serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            # Before a whole answer llama-server was looked at (`_extends`), before a stream it was not.
-            was_looked_at = not request.wants_stream
-            read = partial(self._read_now, process, request, was_looked_at=was_looked_at)
-            return await serving(process, request, turn, read).serve()
-        is_pinned = requests.honours_id_slot(request.route) and not is_left_alone
-        if body is None or not is_pinned or request.n_completions > 1:
-            await UncachedRequest(process, request, turn).serve_unpinned()
-        else:
-            await UncachedRequest(process, request, turn).serve_pinned(body)
 
     async def let_refuse(self, process: Process, request: Request, why: WillBeRefused) -> None:
         """Forward a request that llama-server will refuse; no slot is prepared for it."""
