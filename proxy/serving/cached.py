@@ -139,12 +139,13 @@ class CachedRequest:
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
-        if self._process.launches.must_wait(self._prompt.n_tokens):
-            return None
-        if held := self._extended:  # nothing is restored or displaced
+        if held := self._extended:
+            # Nothing is restored or displaced, and `can_extend` says that the request need not wait.
             slot = self._process.slots.holder(held)
             start = slot and Start(slot.id, len(held.tokens), held.n_tokens)
             plan = start and Plan(start, why=Why.EXTENDS)
+        elif self._process.launches.must_wait(self._prompt.n_tokens):
+            return None
         else:
             plan = planning.plan_behind_media(self._process, self._request) or self._plan_now()
         return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None

@@ -124,7 +124,7 @@ class Exchange:
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self._is_stream
         if edit or (is_plain and 0 < int(answer.headers.get("Content-Length", 0)) <= PIECE_BYTES):
             body = await read_most(answer.content)
-            if target.lost(answer.status, body) == "after":
+            if target.host and target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             if answer.status == 500:
                 self._look_for_cells(body)
