@@ -460,7 +460,8 @@ class LlamaServer:
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error
-        if self.target.host and (lost := self.target.lost(status, content)):
+        may_be_lost = self.target.host or status != 200
+        if may_be_lost and (lost := self.target.lost(status, content)):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
         is_whole = response.content.at_eof()

@@ -141,8 +141,9 @@ class Bucket:
         content = await asyncio.to_thread(b"".join, data) if is_small else drawn
         with self._translated():
             store = await self._opened()
-            parts = {"chunk_size": PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
-            await _within(seconds, self._obstore.put_async(store, name, content, **parts))
+            put, at_once = self._obstore.put_async, _PARTS_AT_ONCE
+            writing = put(store, name, content, chunk_size=PART_BYTES, max_concurrency=at_once)
+            await _within(seconds, writing)
 
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
