@@ -247,15 +247,17 @@ class Ahead:
         """*max_seconds* of evaluation are spent on an answer at most; without any, nothing is done."""
         self._max_seconds = max_seconds
         self._last: tuple[Process, Request] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._is_evaluating = self._is_visit = False
+        self._waiting: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        """It goes on for as long as it stands here; then it ends with its piece."""
+        self._is_visit = False
 
     async def give_way(self, session: str) -> None:
         """Stop for a client's request; one of the same session waits until the piece under way is done."""
-        task, self._task = self._task, None
-        if task and not self._is_evaluating:
-            task.cancel()  # it holds nothing, and does nothing more
-        elif task and self._last and self._last[1].session == session:
+        if self._waiting:
+            self._waiting.cancel()  # it holds nothing
+        task, self._evaluating = self._evaluating, None
+        if task and self._last and self._last[1].session == session:
             await asyncio.wait([task])
 
     def note(self, process: Process, request: Request) -> None:
@@ -269,10 +271,10 @@ class Ahead:
             self._is_visit = is_visit or request.shared.startswith("fetched")
             may_follow = is_last and request.keeps_text and not self._is_visit
             self._last = (process, request) if may_follow else None
-        if self._last and self._max_seconds and not (self._task and self._is_evaluating):
-            if self._task:
-                self._task.cancel()  # it is that of an earlier answer
-            self._task = process.tasks.start(self._begin(*self._last))
+        if self._last and self._max_seconds and not self._evaluating:
+            if self._waiting:
+                self._waiting.cancel()  # it is that of an earlier answer
+            self._waiting = process.tasks.start(self._begin(*self._last))
 
     def may_follow(self, process: Process, request: Request) -> bool:
         """Return whether a request may be gone on with once it is answered."""
@@ -294,7 +296,7 @@ class Ahead:
                     await asyncio.wait(settling)
                 await self._evaluate(process, request)
         finally:
-            self._is_evaluating = False
+            self._evaluating = None
 
     async def _evaluate(self, process: Process, request: Request) -> None:
         """Evaluate what comes next in the slot of a request, as far as that pays; raises CacheFault."""
@@ -318,7 +320,7 @@ class Ahead:
                 return
             if process.is_short_of_cells(len(tokens), (s for s in process.slots if s is not slot)):
                 return  # llama-server would empty other slots for it
-            self._is_evaluating = True
+            self._evaluating, self._waiting = self._waiting, None
             await process.launches.clear_others()
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
                 await process.finish(lease, process.saves.write_back(slot.id))
@@ -326,7 +328,7 @@ class Ahead:
             start = plan_in(process, next_prompt, slot.id).start
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
             is_worth = not start.erases and seconds <= self._max_seconds
-            if is_worth and start.restored and self._task is asyncio.current_task():
+            if is_worth and start.restored and self._evaluating is asyncio.current_task():
                 checkpoint = start.restored.checkpoint
                 with process.store.keep(checkpoint):
                     await verify(process, checkpoint, start.n_reused)
@@ -334,7 +336,7 @@ class Ahead:
             begin = start.n_reused if is_worth else len(tokens)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
-            while begin < len(tokens) and self._task is asyncio.current_task():
+            while begin < len(tokens) and self._evaluating is asyncio.current_task():
                 begin = min(len(tokens), begin + n_piece)
                 stop = process.stop(slot.id, next_prompt, begin, request.keys)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n

@@ -331,3 +331,20 @@ async def test_nothing_is_evaluated_ahead_while_a_request_is_read(
         await asked
         places = [seen.place for seen in rig.server.seen[n_before:]]
         assert "evaluate" not in places[: places.index("generate")]
+
+
+async def test_request_does_not_wait_for_evaluating_ahead_that_waits_until_all_is_idle(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun behind another conversation's answer is not over yet."""
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    async with start_rig(n_slots=2, **how) as rig:
+        save = rig.server.hold("save", n_calls=1)
+        await rig.chat("a", prompt_cache_key="a")
+        await save.reached()
+        reply = await rig.chat("b", prompt_cache_key="b")
+        goes_on = next_question(question("b"), reply)
+        assert (await rig.chat(goes_on, prompt_cache_key="b")).status == 200
+        save.open()

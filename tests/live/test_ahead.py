@@ -128,5 +128,6 @@ async def test_nothing_is_evaluated_for_which_llama_server_would_empty_another_s
         monkeypatch.setattr(process.reader, "read_next", read)
         await work(rig)
         ahead = rig.running.pool.ahead
-        await until(lambda: bool(n_before) and ahead._task is not None and ahead._task.done())
+        await until(lambda: bool(n_before) and (not ahead._waiting or ahead._waiting.done()))
+        await until(lambda: not ahead._evaluating)
         assert len(await records(rig)) == n_before[0]
