@@ -111,11 +111,14 @@ class CachedRequest:
         except BaseException as error:
             if self._reading is not None:
                 self._reading.cancel()  # reading writes into the request, which may begin again
-            is_away = isinstance(error, errors.ServerAway) and not error.has_ended
+            has_ended = isinstance(error, errors.ServerAway) and error.has_ended
+            is_away = isinstance(error, errors.ServerAway) and not has_ended
             if is_away and self._extended and process.queue.is_closed:
                 raise errors.replaced() from error  # withdrawn, because another process answers
             self._abandon(is_emptied=isinstance(error, errors.OutOfCells) and self._is_placed)
-            if await self._may_be_our_fault(error):
+            # A state may have ended llama-server, or the proxy's own work.
+            is_ours = has_ended and await process.quarantine_suspects(self._plan.slot_id)
+            if is_ours or isinstance(error, errors.UpstreamLost):
                 # No suspect is left, so the request may be tried again.
                 ended = "llama-server ended before it answered"
                 raise errors.ServerAway(ended, was_sent=False, has_ended=True) from error
@@ -207,16 +210,20 @@ class CachedRequest:
             await self._begin_evaluation()
             await self._make_stops()
         except Exception as fault:
-            if isinstance(fault, errors.UpstreamLost) and await self._process.has_ended():
-                raise
-            if process.queue.is_closed:
-                raise errors.replaced() from fault
+            await self._require_process(fault)
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
             is_clean = not self._must_erase() or await self._erase()
             # A file that changed meanwhile may have loaded anything.
             return is_clean and not isinstance(fault, errors.StoreFault)
         return True
+
+    async def _require_process(self, fault: Exception) -> None:
+        """Raise what ends the request if its process is gone: the *fault* if that may have ended it."""
+        if isinstance(fault, errors.UpstreamLost) and await self._process.has_ended():
+            raise fault
+        if self._process.queue.is_closed:
+            raise errors.replaced() from fault
 
     def _must_erase(self) -> bool:
         """Return whether the slot holds tokens that must not be reused."""
@@ -310,12 +317,6 @@ class CachedRequest:
         with suppress(errors.ServerAway, errors.WillBeRefused):
             await self._read()
 
-    async def _may_be_our_fault(self, error: BaseException) -> bool:
-        """Return whether the proxy's own work ended llama-server, or a state, which is quarantined now."""
-        if isinstance(error, errors.ServerAway) and error.has_ended:
-            return await self._process.quarantine_suspects(self._plan.slot_id)
-        return isinstance(error, errors.UpstreamLost)
-
     def _abandon(self, *, is_emptied: bool) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came.
 
@@ -333,7 +334,7 @@ class CachedRequest:
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
             process.slots.set_content(slot_id, self._request.as_left(content))
-            winding_up = wind_up(process, slot_id, prompt.n_tokens, is_running=is_running)
+            winding_up = wind_up(process, slot_id, self._request, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
 
     # The reply is compared with the plan.

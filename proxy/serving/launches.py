@@ -226,7 +226,7 @@ class Launches:
             try:
                 return await request.send(self._process.upstream, raw, started)
             except asyncio.CancelledError:
-                await outlast_parsing(self._process, raw, watching)
+                await outlast_parsing(self._process, request, watching)
                 raise
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
@@ -251,26 +251,32 @@ _PARSED_TOKENS_PER_SECOND = 200_000
 _LOOK_SECONDS = 0.05
 
 
-def _parse_seconds(n_tokens: int) -> float:
-    return DISCONNECT_SECONDS + n_tokens / _PARSED_TOKENS_PER_SECOND
+def _may_begin_until(process: Process, request: Request | None) -> float:
+    """Return until when a request whose client left may begin, on the monotonic clock.
+
+    What does not fit the context never begins.
+    """
+    n_tokens = min(process.n_ctx, len(request.raw) // BYTES_PER_TOKEN) if request else 0
+    left_at = (request and request.answered_at) or time.monotonic()
+    return left_at + DISCONNECT_SECONDS + n_tokens / _PARSED_TOKENS_PER_SECOND
 
 
-async def outlast_parsing(process: Process, raw: bytes, watching: "asyncio.Task[None]") -> None:
+async def outlast_parsing(process: Process, request: Request, begun: "asyncio.Task[None]") -> None:
     """Return when a request whose client left has begun, or cannot begin any more.
 
-    *watching* ends when some slot begins another task. What does not fit the context never begins.
+    *begun* ends when some slot begins another task.
     """
-    n_tokens = min(process.n_ctx, len(raw) // BYTES_PER_TOKEN)
-    await asyncio.wait({watching}, timeout=_parse_seconds(n_tokens))
+    seconds = _may_begin_until(process, request) - time.monotonic()
+    await asyncio.wait({begun}, timeout=seconds)
 
 
-async def wind_up(process: Process, slot_id: SlotId, n_tokens: int, *, is_running: bool) -> None:
+async def wind_up(process: Process, slot_id: SlotId, request: Request, *, is_running: bool) -> None:
     """Wait until llama-server has let go of a slot, then save the slot to learn its content.
 
     A client that gave up waiting often sends the same prompt again: the tokens evaluated so far must not be
     lost.
     """
-    await outlast(process, lambda: [slot_id], n_tokens, is_running=is_running)
+    await outlast(process, lambda: [slot_id], request, is_running=is_running)
     # During a placement another request may be running there already.
     if not process.queue.is_placing:
         await process.saves.begin(slot_id)
@@ -280,18 +286,22 @@ SlotIds = Callable[[], Collection[SlotId]]
 
 
 async def outlast(
-    process: Process, slot_ids: SlotIds, n_tokens: int = 0, *, is_running: bool = False
+    process: Process,
+    slot_ids: SlotIds,
+    request: Request | None = None,
+    *,
+    is_running: bool = False,
 ) -> None:
-    """Return when a request of *n_tokens* that was abandoned in one of the slots cannot run any more.
+    """Return when a *request* that was abandoned in one of the slots cannot run any more.
 
     *slot_ids* is called at each look, because slots may still join an abandoned placement. A slot that was
     busy and is idle again proves nothing, for the request before may have run there; unless *is_running*.
     """
-    began = time.monotonic()
+    began, until = time.monotonic(), _may_begin_until(process, request)
     is_told = await _is_busy(process, slot_ids) is not None
     latency_seconds = time.monotonic() - began  # a server short of time parses slowly too
     if not (is_running and is_told):
-        await asyncio.sleep(_parse_seconds(n_tokens) + 10 * latency_seconds)
+        await asyncio.sleep(until - time.monotonic() + 10 * latency_seconds)
     while await _is_busy(process, slot_ids) and not process.queue.is_closed:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_SECONDS)
 

@@ -14,7 +14,7 @@ from proxy.core.model import SlotId
 from proxy.core.plan import Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import Known, Slot, SlotPhase, live_reuse, must_be_erased, shared_tokens
-from proxy.errors import UpstreamFault, UpstreamLost, WillBeRefused, replaced
+from proxy.errors import UpstreamFault, WillBeRefused, replaced
 from proxy.llama.answers import Answer
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast_parsing, see_through
@@ -53,7 +53,7 @@ class SimilarRequest(CachedRequest):
                 answer = await self._send_as_it_is()
             except asyncio.CancelledError:
                 self._let_others_go_on()
-                await outlast_parsing(self._process, self._body.raw, watching)
+                await outlast_parsing(self._process, self._request, watching)
                 raise
             is_over.set()
             # The next turn may come at once: it waits for this slot.
@@ -138,8 +138,7 @@ class SimilarRequest(CachedRequest):
         try:
             await self._evaluate_to(n_end)
         except UpstreamFault as fault:
-            if isinstance(fault, UpstreamLost) and await self._process.has_ended():
-                raise
+            await self._require_process(fault)
             self._process.faults.record("placement", fault)
 
     async def _make_way(self, slot_id: SlotId, *, is_late: bool) -> bool:

@@ -88,7 +88,7 @@ class Request:
     account: Account | None = None
     is_sent: bool = False  # whether llama-server may have seen it
     answer: Answer | None = None
-    answered_at: float = 0.0  # when its answer was whole (monotonic)
+    answered_at: float = 0.0  # when its answer was whole, or its client left (monotonic)
     foresee: Callable[[], Judgement] = not_looked_up
     """Returns the judgement that will be reported if all goes as planned."""
     keeps_text: bool = False  # whether the text of its answer is kept, even of a stream
@@ -159,6 +159,8 @@ class Request:
     ) -> Answer:
         """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
         self.answer, self.is_sent = None, True
-        self.answer = await self.relay(upstream, raw, on_start)
-        self.answered_at = time.monotonic()
+        try:
+            self.answer = await self.relay(upstream, raw, on_start)
+        finally:
+            self.answered_at = time.monotonic()
         return self.answer

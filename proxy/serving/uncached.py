@@ -169,7 +169,7 @@ class UncachedRequest:
         lease.hand_over(self._process.tasks.start(self._outlast(lease)))
 
     async def _outlast(self, lease: Lease[None]) -> None:
-        await outlast(self._process, lambda: lease.reserved)
+        await outlast(self._process, lambda: lease.reserved, self._request)
         await self._end_copy(lease.reserved)
 
     async def _end_copy(self, slot_ids: Collection[SlotId]) -> None:

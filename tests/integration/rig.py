@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -281,7 +282,11 @@ def _is_ours(request: Seen) -> bool:
 def wait_for_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the start of the next request whose client leaves waited for until it is seen."""
     seconds = chain([HANG_SECONDS], repeat(0.1))
-    monkeypatch.setattr(launches, "_parse_seconds", lambda n_tokens: next(seconds))
+
+    def may_begin_until(*_: Any) -> float:
+        return time.monotonic() + next(seconds)
+
+    monkeypatch.setattr(launches, "_may_begin_until", may_begin_until)
 
 
 async def hang_up(task: "asyncio.Task[Any]") -> None:

@@ -1,6 +1,8 @@
 """Clients that leave: what was begun in a slot is finished, and only then is the slot given on."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,10 +10,10 @@ import pytest
 from proxy.core.model import SlotId
 from proxy.core.slots import Known
 from proxy.serving import cached, launches
-from tests.fakes.faults import Gate
+from tests.fakes.faults import Faults, Gate
 from tests.integration.conftest import StartRig
 from tests.integration.rig import COMPLETION, Rig, hang_up, question, with_image
-from tests.lab.waiting import until
+from tests.lab.waiting import HANG_SECONDS, until
 
 HELLO = [{"role": "user", "content": " hello"}]
 
@@ -204,6 +206,28 @@ async def test_slot_of_an_abandoned_stream_is_free_as_soon_as_it_is_idle(
         await leave_stream(rig)
         await until(lambda: rig.n_occupied() == 0)
         assert not rig.server.slots[0].is_processing
+
+
+async def test_request_whose_client_left_is_waited_for_once(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With default flags its turn ends before its slot comes free."""
+    outlast_parsing = launches.outlast_parsing
+
+    async def wait_once(*args: Any) -> None:
+        await outlast_parsing(*args)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG_SECONDS)
+        monkeypatch.setattr(launches, "time", later)
+        monkeypatch.setattr(launches, "DISCONNECT_SECONDS", HANG_SECONDS)
+
+    monkeypatch.setattr(launches, "outlast_parsing", wait_once)
+    async with start_rig(n_slots=1, faults=Faults(clears_idle_slots=True)) as rig:
+        process = await rig.attached()
+        process.clears_idle_slots = True
+        gate = await leave_during(rig, "parse", "a")
+        await until(lambda: launches.DISCONNECT_SECONDS == HANG_SECONDS)
+        await until(lambda: rig.n_occupied() == 0)
+        gate.open()
 
 
 @pytest.mark.parametrize("with_slots", [True, False])
