@@ -451,6 +451,7 @@ class Addresses:
     def _followed(self, services: ServerServices, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
         server = Server(self.settings, services, self._launch, **options)
+        server.looks = self._running
         self._run(server.watch)
         idle_seconds = self.settings.idle_save_seconds
         self._run(partial(background.save_idle_slots, lambda: server.process, idle_seconds))

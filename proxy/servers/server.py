@@ -187,6 +187,8 @@ class Server(Watched):
         self.epoch = 0
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Called for each slot of this llama-server that is free while no request waits for it there."""
+        self.looks = services.tasks
+        """Where its looks run; a proxy that stops does not wait for those of `Addresses`."""
         self._settings = settings
         self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
@@ -268,7 +270,7 @@ class Server(Watched):
         """
         if self._looking is None or self._looking.done():
             self._poked.clear()
-            self._looking = self.services.tasks.start(self._look())
+            self._looking = self.looks.start(self._look())
         await asyncio.wait({self._looking}, timeout=None if is_patient else ATTACH_WAIT_SECONDS)
 
     async def _look(self) -> None:
@@ -358,7 +360,8 @@ class Server(Watched):
         """Attach to a process; *last* is an earlier attach to it that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
         n_unplaced = self._n_unplaced
-        process = await attach(self.services, self._settings, props, process_id, self._launch, last)
+        attaching = attach(self.services, self._settings, props, process_id, self._launch, last)
+        process = await self.services.tasks.start(attaching)
         if epoch != self.epoch:
             process.queue.close()
             self._degradations.leave()

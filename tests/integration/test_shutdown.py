@@ -15,6 +15,7 @@ from aiohttp import web
 from proxy.cli.serve import _serve_until_told
 from proxy.core.slots import TAINTED, Empty
 from proxy.log import configure_logging
+from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from proxy.tasks import Tasks
 from proxy.web.clients import Front
@@ -212,6 +213,28 @@ async def test_hanging_save_does_not_hold_up_shutdown(
             await rig.stop_proxy()
         rig.server.release("save")
         await until(lambda: not rig.server.slots[0].lock.locked())
+        await rig.start_proxy()
+
+
+async def test_look_that_hangs_does_not_hold_up_shutdown(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two llama-servers whose machines are switched off, one is always being looked at."""
+    monkeypatch.setattr(lifecycle, "SILENT_SECONDS", HANG_SECONDS)
+    drain, n_awaited = Tasks.drain, list[int]()
+
+    async def note(tasks: Tasks, seconds: float) -> None:
+        n_awaited.append(len(tasks) if seconds else 0)
+        await drain(tasks, seconds)
+
+    async with start_rig(drain_seconds=LITTLE_SECONDS) as rig:
+        await rig.attached()
+        gate = rig.server.hold("props")
+        await gate.reached()
+        monkeypatch.setattr(Tasks, "drain", note)
+        await rig.stop_proxy()
+        assert n_awaited and not any(n_awaited)
+        rig.server.release("props")
         await rig.start_proxy()
 
 
