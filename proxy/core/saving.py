@@ -52,7 +52,7 @@ def at_savable_point(rule: Rule, content: Known) -> Known:
 def is_write_back_due(rule: Rule, content: Content) -> bool:
     """Return whether a free slot holds work that no file has."""
     if isinstance(content, Unknown):
-        return content.can_be_adopted and rule.can_restore
+        return bool(content.tenant) and content.can_be_adopted and rule.can_restore
     if not isinstance(content, Known) or not rule.can_restore:
         return False
     if content.is_aside or content.is_given_up or not content.can_be_adopted:

@@ -245,6 +245,13 @@ class SlotTable(list[Slot]):
         super().__init__(Slot(SlotId(i), content) for i, content in enumerate(contents))
         self._damaged: set[CheckpointId] = set()
 
+    def met_again(self) -> list[Content]:
+        """Return the contents as a new table of the same process begins: what must not be saved is tainted.
+
+        The answer of a request that still runs may be such a content.
+        """
+        return [TAINTED if n_busy([s]) or not s.content.can_be_adopted else Unknown() for s in self]
+
     def free(self) -> list[Slot]:
         """Return the slots that are not leased."""
         return [slot for slot in self if not slot.is_leased]

@@ -64,25 +64,22 @@ Identity, layout of the cache and canary make a namespace; only the canary needs
 
 
 async def attach(
-    services: ServerServices,
-    settings: Settings,
-    props: Props,
-    process_id: str,
-    launch: Launch,
-    last: Process | None,
+    services: ServerServices, settings: Settings, props: Props, process_id: str, launch: Launch
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
     *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number. If it
     does not say so, a slot counts as keeping few, until a save shows more, and a file as loaded whole.
-    *last* is the result of an earlier attach to the same process, which could not cache either.
     """
     n_told = launch.n_context_checkpoints
+    newest = services.served.get(services.upstream.target)
+    before = newest if newest and newest.id == process_id else None  # it is met again
+    known = before.slots.met_again() if before else ()
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        queue=SlotQueue(SlotTable([TAINTED] * props.total_slots), MAX_REQUESTS),
+        queue=SlotQueue(SlotTable(known or [Unknown()] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
         n_kept_points=N_CONTEXT_CHECKPOINTS if n_told is None else n_told,
         n_loaded_points=MAX_CONTEXT_CHECKPOINTS if n_told is None else n_told,
@@ -118,7 +115,7 @@ async def attach(
         process.faults.count("attach")
         # If no save has shown whether idle slots are cleared, a trial does, once per process.
         if process.clears_idle_slots is None:
-            clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
+            clears = before.clears_idle_slots if before else await _seen_clearing(process.upstream)
             process.clears_idle_slots = clears  # no condition: nothing is saved, and nothing waits
     return process
 
@@ -169,13 +166,13 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
 
 
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
-    """Save every idle slot that holds something; *files* deletes the files on leaving.
+    """Save every idle slot that holds something that may be saved; *files* deletes the files on leaving.
 
-    A slot stays tainted if the store has no room for its state. Where there are adapters, its tokens do not
+    A slot stays unknown if the store has no room for its state. Where there are adapters, its tokens do not
     tell by which scales they were evaluated, so it is erased.
     """
     adopted: Adopted = {}
-    for slot in process.slots.free():
+    for slot in (slot for slot in process.slots.free() if slot.content.can_be_adopted):
         with suppress(NoRoom):
             async with AsyncExitStack() as file:
                 name = await file.enter_async_context(process.saver.room_for(slot.content))
@@ -191,20 +188,22 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
 
 
 async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
-    """Return an empty slot; if there is none, empty the saved slot with the fewest tokens.
+    """Return an empty slot; if there is none, empty one that must not be saved, or has the fewest tokens.
 
     If the store had no room for any slot, the content of one slot is lost.
     """
-    for slot in process.slots:
-        if isinstance(slot.content, Empty):
-            return slot.id
-    smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
-    candidates = smallest or [slot.id for slot in process.slots.free()]
-    if not candidates:
+    n_saved = {slot_id: len(saved.state.tokens) for slot_id, saved in adopted.items()}
+
+    def loss(slot_id: SlotId) -> tuple[bool, bool, int]:
+        content, n_tokens = process.slots[slot_id].content, n_saved.get(slot_id, process.n_ctx)
+        return not isinstance(content, Empty), content.can_be_adopted, n_tokens
+
+    slot_id = min((slot.id for slot in process.slots.free()), key=loss, default=None)
+    if slot_id is None:
         raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
-    await process.upstream.erase(candidates[0])
-    process.slots.set_content(candidates[0], Empty())
-    return candidates[0]
+    if not isinstance(process.slots[slot_id].content, Empty):
+        await process.erase(slot_id)
+    return slot_id
 
 
 async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Launch) -> None:
@@ -361,14 +360,12 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     state, tenants = saved.state, process.tenants or {b""}
     if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
-    was_emptied = isinstance(process.slots[slot_id].content, Empty)
     # An earlier proxy may have restored this slot.
     origin = Origin(0 if state.has_every_position else len(state.tokens))
     held = Unknown(process.tenant_namespace(min(tenants)), origin=origin)
-    process.slots.set_content(slot_id, held)
+    if not isinstance(process.slots[slot_id].content, Empty):  # it was emptied meanwhile
+        process.slots.set_content(slot_id, held)
     await process.saves.commit(slot_id, CheckpointKind.CONVERSATION, saved, held, held)
-    if was_emptied:
-        process.slots.set_content(slot_id, Empty())
 
 
 # The self-test: it measures how much of a restored state this server reuses.

@@ -50,7 +50,7 @@ class Pool(Addresses):
         overflow = Overflow(shared) if settings.context_overflow == "stable" else None
         self.cache = Cache(self.stabilizing, overflow)
         self.ahead = Ahead(settings.ahead_seconds)
-        self._fatal = FatalRequests(shared.opened_store)
+        self._fatal = FatalRequests(shared)
 
     async def serve(self, request: Request, lent: Sequence[Server] | None = None) -> None:
         """Serve one request. Errors of sending pass through, cache faults do not.

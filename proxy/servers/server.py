@@ -47,10 +47,9 @@ from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, SlotQueue
 from proxy.serving.request import Request
-from proxy.serving.services import ServerServices
+from proxy.serving.services import ServerServices, Services
 from proxy.serving.tenants import warn_of_several
 from proxy.settings import MAX_REQUESTS, Settings
-from proxy.store.store import CheckpointStore
 from proxy.tasks import wait_for
 
 WATCH_SECONDS = 1.0
@@ -321,11 +320,10 @@ class Server(Watched):
             kind, told = DegradationKind.NOT_A_LLAMA_SERVER, f"{props.total_slots or 'no'} slots"
             return await self._miss(kind, told, has_answered=True)
         process_id, last = await self.upstream.process_id(props), self.process
-        has_other_adapters = False
-        if last is not None and last.adapters and not props.is_sleeping:
-            # Asked only while no slot is in use, because llama-server answers between two batches.
-            if not any(slot.is_leased for slot in last.slots):
-                has_other_adapters = await self.upstream.lora_adapters() != last.adapters
+        # Asked only while no slot is in use, because llama-server answers between two batches.
+        is_idle = last is not None and not any(slot.is_leased for slot in last.slots)
+        adapters = last.adapters if last and is_idle and not props.is_sleeping else []
+        has_other_adapters = bool(adapters) and await self.upstream.lora_adapters() != adapters
         if epoch != self.epoch:
             return
         if last is None or last.id != process_id or has_other_adapters:
@@ -360,7 +358,7 @@ class Server(Watched):
         """Attach to a process; *last* is an earlier attach to it that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
         n_unplaced = self._n_unplaced
-        attaching = attach(self.services, self._settings, props, process_id, self._launch, last)
+        attaching = attach(self.services, self._settings, props, process_id, self._launch)
         process = await self.services.tasks.start(attaching)
         if epoch != self.epoch:
             process.queue.close()
@@ -434,13 +432,13 @@ _NAME = "fatal requests"
 class FatalRequests:
     """Remembers during which requests llama-server ended: how often in a row, and when last."""
 
-    def __init__(self, store: CheckpointStore | None) -> None:
-        self._store = store
+    def __init__(self, shared: Services) -> None:
+        self._shared = shared
         self._deaths: LRUCache[str, tuple[int, float]] = LRUCache(_MAX_REMEMBERED)
         """By the hash of a request; while none is known, no hash is made."""
-        if store is not None:
-            with suppress(errors.StoreFault):
-                self._deaths.update(store.index.value(_NAME, dict[str, tuple[int, float]]) or {})
+        with suppress(errors.StoreFault):  # also where no store is open
+            known = shared.store.index.value(_NAME, dict[str, tuple[int, float]])
+            self._deaths.update(known or {})
 
     def refuse(self, request: Request) -> None:
         """Raise ProxyError if llama-server has ended twice in a row during this request."""
@@ -470,9 +468,8 @@ class FatalRequests:
         return n_deaths if abs(time.time() - last_at) < FORGET_SECONDS else 0
 
     async def _write(self) -> None:
-        if self._store is not None:
-            with suppress(errors.StoreFault):  # then the deaths are known only while the proxy runs
-                await self._store.put_value(_NAME, dict(self._deaths))
+        with suppress(errors.StoreFault):  # then the deaths are known only while the proxy runs
+            await self._shared.store.put_value(_NAME, dict(self._deaths))
 
 
 def key_of(request: Request) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from proxy import errors
 from proxy.core import slots
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, Prompt
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import TAINTED, Content, Empty, Unknown, must_be_erased, shared_tokens
@@ -208,7 +208,8 @@ class CachedRequest:
             if start.restored:
                 await self._restore(start.restored)
             await self._begin_evaluation()
-            await self._make_stops()
+            for stop in self._plan.stops:
+                await self._evaluate_to(stop.n_tokens, stop.save_as)
         except Exception as fault:
             await self._require_process(fault)
             process.faults.record("prepare", fault)
@@ -270,18 +271,16 @@ class CachedRequest:
         finally:
             self._account.restore_seconds += time.monotonic() - began
 
-    async def _make_stops(self) -> None:
-        process, slot_id = self._process, self._plan.slot_id
-        for stop in self._plan.stops:
-            await self._evaluate_to(stop.n_tokens)
-            if stop.save_as and not self._account.is_ineffective_restore:
-                await process.finish(self._lease, process.saves.begin(slot_id, stop.save_as))
-
-    async def _evaluate_to(self, n_tokens: int) -> None:
-        process, plan, keys = self._process, self._plan, self._request.keys
-        prompt = replace(self._prompt, cuts=plan.cuts)  # the plan has found the branch
-        stopped = await process.stop(plan.slot_id, prompt, n_tokens, keys)
+    async def _evaluate_to(self, n_tokens: int, save_as: CheckpointKind | None = None) -> None:
+        process, slot_id, keys = self._process, self._plan.slot_id, self._request.keys
+        prompt = replace(self._prompt, cuts=self._plan.cuts)  # the plan has found the branch
+        stopped = await process.stop(slot_id, prompt, n_tokens, keys)
         self._account.add(stopped, process.rates)
+        if save_as and not self._account.is_ineffective_restore:
+            await process.finish(self._lease, process.saves.begin(slot_id, save_as))
+        else:  # the client may leave before the request is sent
+            held = self._request.as_left(process.slots[slot_id].content)
+            process.slots.set_content(slot_id, held)
 
     # The request is sent, and may fail.
 

@@ -221,11 +221,10 @@ class Process(ServerServices):
         if not self.disabled_shapes:
             self.recover(DegradationKind.TOKENIZED_OTHERWISE)
 
-    def note_clearing(self, *, clears: bool | None) -> None:
-        """Note whether a slot that starts empties idle slots, if that is known."""
-        if clears is not None:
-            self.clears_idle_slots = clears
-            self._note(DegradationKind.IDLE_SLOTS_CLEARED, is_wrong=clears)
+    def note_clearing(self, *, clears: bool) -> None:
+        """Note whether a slot that starts empties idle slots."""
+        self.clears_idle_slots = clears
+        self._note(DegradationKind.IDLE_SLOTS_CLEARED, is_wrong=clears)
 
     # The rule, sizes and rates of this process.
 

@@ -134,12 +134,11 @@ class SlotSaves:
 
         If the slot table has another content than *held*, it learns at most which restore points are saved.
         """
-        process, state = self._process, saved.state
-        namespace = content.tenant if process.can_cache else None
-        if namespace is None or not state.tokens:
-            if not state.tokens:
-                self._table.refine(slot_id, held, Empty())
+        process, state, namespace = self._process, saved.state, content.tenant
+        if not state.tokens:
+            self._table.refine(slot_id, held, Empty())
             return None
+        assert namespace  # what may be any tenant's is not saved
         self._metrics.save_seconds.observe(saved.seconds)
         # In another thread: hundreds may share a header.
         relatives = await asyncio.to_thread(list, process.store.find(namespace, state.tokens))

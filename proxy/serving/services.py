@@ -85,19 +85,12 @@ class ServerServices(Services):
 
 
 def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:
-    """Let /health tell of the checkpoints that are quarantined for good, if there are any."""
-    if words := quarantined_in_words(checkpoints):
-        degradations.begin(DegradationKind.STATE_ENDED_SERVER, words)
-    else:
-        degradations.end(DegradationKind.STATE_ENDED_SERVER)
-
-
-def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
-    """Return which checkpoints are quarantined for good, and since when; empty if none is."""
+    """Let /health tell which checkpoints are quarantined for good, and since when, if there are any."""
     found = [(c.quarantine.since, c) for c in checkpoints if c.quarantine]
     if not found:
-        return ""
+        return degradations.end(DegradationKind.STATE_ENDED_SERVER)
     since, newest = max(found, key=lambda each: each[0])
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
     words = f"checkpoint {newest.id:016x} of {newest.n_tokens:,} tokens, since {at}"
-    return words if len(found) == 1 else f"{words}, and {len(found) - 1} before"
+    words += f", and {len(found) - 1} before" * (len(found) > 1)
+    degradations.begin(DegradationKind.STATE_ENDED_SERVER, words)

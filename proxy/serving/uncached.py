@@ -157,9 +157,12 @@ class UncachedRequest:
             # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(self._namespace, False, brief=brief, digests=self._digests)
+            # What a process that cannot cache now holds is saved once it can.
+            is_kept = not self._process.can_cache and self._namespace == self._request.namespace
+            unknown = Unknown(self._namespace, is_kept, brief=brief, digests=self._digests)
             is_tainted = is_unclear or self._beside_tokens
-            self._process.slots.set_content(slot_id, TAINTED if is_tainted else unknown)
+            held = TAINTED if is_tainted else self._request.as_left(unknown)
+            self._process.slots.set_content(slot_id, held)
 
     def _abandon(self, lease: Lease[None]) -> None:
         """Hold the slots until the request can no longer run in them."""

@@ -440,3 +440,23 @@ async def test_request_and_one_whose_slot_may_be_as_similar_do_not_wait_for_each
         await rig.waiting(0)
         rig.server.release("props")
         assert [(await each).status for each in (*before, first, second)] == [200] * 4
+
+
+async def test_prompt_that_is_not_to_be_stored_is_not_stored_if_its_client_leaves_before_it_is_sent(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        unknown = {"prompt": " other words", "cache_prompt": False}
+        before = asyncio.ensure_future(rig.post(COMPLETION, unknown))
+        await gate.reached()
+        assert (process := rig.process) is not None
+        body = {**claude(question("a")), "cache": {"no_store": True}}
+        asked = asyncio.ensure_future(rig.post(MESSAGES, body))
+        # All of it is evaluated, and still the other slot may be as similar.
+        await until(lambda: any(isinstance(s.content, Known) for s in process.slots if s.is_leased))
+        await hang_up(asked)
+        gate.open()
+        await before
+        await rig.settled()
+        assert rig.checkpoints == []

@@ -377,6 +377,21 @@ async def test_attachment_that_failed_is_tried_again(
         assert (await rig.health())["state"] == "caching"
 
 
+async def test_slots_are_adopted_once_a_process_can_cache_but_for_what_must_not_be_stored(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
+    options: dict[str, Any] = {"n_slots": 4, "idle_save_seconds": 60.0}
+    async with start_rig(faults=Faults(refuse={"save": 500}), **options) as rig:
+        await rig.chat("a", cache={"no_store": True})
+        await rig.chat("b", lora=[{"id": 0, "scale": 0.5}])
+        await rig.chat("c")
+        rig.server.faults.refuse.clear()
+        await until(lambda: rig.process and rig.process.rule.can_restore)
+        assert rig.checkpoints == [("conversation", 312)]
+        assert (await rig.chat("c")).n_reused == 308
+
+
 async def test_server_of_another_directory_gets_no_file_at_each_try(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

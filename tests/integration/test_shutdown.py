@@ -160,6 +160,37 @@ async def test_next_proxy_stores_nothing_of_a_request_that_is_not_to_be_stored(
         assert rig.checkpoints == []
 
 
+async def meet_again(rig: Rig) -> None:
+    """Have the proxy lose sight of llama-server, and attach to the same process anew."""
+    before = rig.running.server.process
+    rig.server.faults.refuse["props"] = 503
+    await until(lambda: rig.running.server.process is None)
+    rig.server.faults.refuse.clear()
+    await until(lambda: rig.process not in (None, before))
+
+
+async def test_process_that_is_met_again_has_nothing_stored_that_is_not_to_be_stored(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=4, idle_save_seconds=60.0) as rig:
+        await rig.chat("a", cache={"no_store": True})
+        await rig.chat("b")
+        await rig.chat("c")
+        process = await rig.attached()
+        newest = max(process.slots, key=lambda slot: slot.used_at)
+        process.slots.set_content(newest.id, TAINTED)
+        gate = rig.server.hold("generate", n_calls=1)
+        running = rig.begin_chat("d", cache={"no_store": True})
+        await gate.reached()
+        await meet_again(rig)
+        gate.open()
+        await running
+        await rig.attached()
+        await meet_again(rig)
+        assert rig.checkpoints == [("conversation", 312)]
+        assert (await rig.chat("b")).n_reused == 308
+
+
 async def test_save_under_way_is_finished_at_shutdown(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         gate = rig.server.hold("save", n_calls=1)

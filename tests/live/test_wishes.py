@@ -1,14 +1,17 @@
 """What one request may ask of the cache, on a real llama-server: to store or read nothing, to warm."""
 
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from proxy.errors import UpstreamUnreachable
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import answer, system, tools, user
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 
 Body = dict[str, Any]
@@ -31,7 +34,7 @@ async def n_cached(rig: Rig, api: Api, messages: list[Any], **more: Any) -> tupl
 
 @APIS
 async def test_request_that_is_not_to_be_stored_leaves_no_state_but_is_gone_on_with(
-    start_rig: StartRig, api: Api
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, api: Api
 ) -> None:
     async with start_rig("hybrid", n_slots=1) as rig:
         store = rig.running.pool.processes[0].store
@@ -45,6 +48,11 @@ async def test_request_that_is_not_to_be_stored_leaves_no_state_but_is_gone_on_w
             await reply.content.readany()
         await n_cached(rig, api, [user(77, 200)], cache={"no_store": True})  # takes the slot
         await rig.settled()
+        server = rig.running.pool.servers[0]
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(server.upstream, "props", AsyncMock(side_effect=UpstreamUnreachable))
+            await until(lambda: server.process is None)
+        await until(lambda: server.process)  # the same one, met again
         assert len(store) == 0
         await rig.restart()
         assert len(rig.running.pool.processes[0].store) == 0

@@ -11,7 +11,7 @@ from proxy.core.conditions import OF_PROCESS, DegradationKind, State, state_unde
 from proxy.core.model import Quarantine
 from proxy.health import Degradations
 from proxy.metrics import Metrics
-from proxy.serving.services import quarantined_in_words
+from proxy.serving.services import note_quarantined
 from tests.unit.builders import checkpoint
 
 K = DegradationKind
@@ -149,11 +149,16 @@ def test_the_end_of_a_degradation_is_told_with_its_llama_server(noted: Degradati
     ]
 
 
-def test_quarantine_is_told_in_local_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quarantine_is_told_in_local_time(
+    monkeypatch: pytest.MonkeyPatch, noted: Degradations
+) -> None:
     quarantined = checkpoint(9, quarantine=Quarantine("llama-server ended", since=0.0))
     with monkeypatch.context() as there:
         there.setenv("TZ", "Asia/Tokyo")
         time.tzset()
-        words = quarantined_in_words([quarantined])
+        note_quarantined(noted, [quarantined])
     time.tzset()
-    assert words.endswith("of 9 tokens, since 1970-01-01 09:00")
+    (told,) = noted.active
+    assert told.detail.endswith("of 9 tokens, since 1970-01-01 09:00")
+    note_quarantined(noted, [])
+    assert not noted.active

@@ -65,8 +65,12 @@ def test_write_back_of_what_could_not_be_found_again_is_not_due() -> None:
 
 
 def test_write_back_of_an_unknown_slot_is_due_if_it_can_be_adopted() -> None:
-    assert is_write_back_due(RESTORE_POINTS, Unknown())
-    assert not is_write_back_due(RESTORE_POINTS, Unknown(can_be_adopted=False))
+    assert is_write_back_due(RESTORE_POINTS, Unknown(NAMESPACE))
+    assert not is_write_back_due(RESTORE_POINTS, Unknown(NAMESPACE, can_be_adopted=False))
+
+
+def test_write_back_of_what_may_be_any_tenants_is_not_due() -> None:
+    assert not is_write_back_due(RESTORE_POINTS, Unknown())
 
 
 def test_write_back_under_end_only_without_a_cut_is_not_due() -> None:
