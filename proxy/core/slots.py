@@ -116,10 +116,7 @@ anything until that ends. It is erased before it is used again."""
 
 
 def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
-    """Return how many leading tokens of a prompt a slot certainly holds, usable or not.
-
-    With a *namespace*, another tenant's tokens count as none.
-    """
+    """Return how many leading tokens of a prompt a slot surely holds, usable or not, in a *namespace*."""
     if not isinstance(content, Known) or namespace not in (None, content.namespace):
         return 0
     return common_prefix_length(content.tokens, tokens)
@@ -246,10 +243,7 @@ class SlotTable(list[Slot]):
         self._damaged: set[CheckpointId] = set()
 
     def met_again(self) -> list[Content]:
-        """Return the contents as a new table of the same process begins: what must not be saved is tainted.
-
-        The answer of a request that still runs may be such a content.
-        """
+        """Return the contents of a new table of the same process: tainted what is not to be saved."""
         return [TAINTED if n_busy([s]) or not s.content.can_be_adopted else Unknown() for s in self]
 
     def free(self) -> list[Slot]:
