@@ -286,11 +286,7 @@ SlotIds = Callable[[], Collection[SlotId]]
 
 
 async def outlast(
-    process: Process,
-    slot_ids: SlotIds,
-    request: Request | None = None,
-    *,
-    is_running: bool = False,
+    process: Process, slot_ids: SlotIds, request: Request | None = None, *, is_running: bool = False
 ) -> None:
     """Return when a *request* that was abandoned in one of the slots cannot run any more.
 
