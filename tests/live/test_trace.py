@@ -69,7 +69,7 @@ async def test_ctrl_c_ends_a_replay_that_waits_for_its_next_request(
         replay.send_signal(signal.SIGINT)
         try:
             async with asyncio.timeout(HANG_SECONDS):
-                assert await replay.wait() == 1
+                assert await replay.wait() == 130
         finally:
             with suppress(ProcessLookupError):
                 replay.kill()

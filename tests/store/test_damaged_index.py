@@ -398,7 +398,7 @@ async def test_rebuild_that_was_broken_off_is_taken_up(
     expected = records(directory)
     set_data(directory, b"garbage" * 9000)
     with monkeypatch.context() as patched, pytest.raises(StoreFault, match="full"):
-        patched.setattr(Index, "put", fail)
+        patched.setattr(Index, "_put_record", fail)
         with opened(directory):
             pass
     with pytest.raises(IndexDamaged, match="check --fix"), open_offline(directory):
