@@ -89,8 +89,8 @@ def free_port(host: str, port: int = 0) -> int:
     try:
         found = socket.getaddrinfo(host or "127.0.0.1", port, type=socket.SOCK_STREAM)
         family, *_, address = found[0]
-        is_ipv6 = family == socket.AF_INET6
-        with socket.create_server(address, family=family, dualstack_ipv6=is_ipv6) as probe:
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        with socket.create_server(address, family=family, dualstack_ipv6=is_dual) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
         why = f"llama-server cannot listen on {host}:{port}: {in_words(error)}"

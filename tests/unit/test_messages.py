@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 from proxy.__main__ import main
 from proxy.errors import UpstreamRefused, in_words
 from proxy.llama.client import error_message
+from proxy.run.process import free_port
 from proxy.settings import ENVIRONMENT_PREFIX
 from tests.lab.server import REPOSITORY
 
@@ -267,6 +269,20 @@ def test_port_that_is_taken_is_told_before_llama_server_is_started(
     flags = ("--slot-save-path", tmp_path, "--listen", taken, "--admin", "127.0.0.1:0")
     status, said = told("run", *flags, "--", program)
     assert status == 69 and said.startswith(f"llama-prefix-cache: cannot listen on {taken}")
+
+
+def test_run_on_a_kernel_without_ipv6_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int = -1, *rest: Any, **more: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *rest, **more)
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    with pytest.raises(OSError, match="address family not supported"):
+        free_port("::1", 8080)
 
 
 def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
