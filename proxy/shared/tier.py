@@ -52,9 +52,9 @@ class Tier:
         self._denied, self._lone, self._apart = set[CheckpointId](), set[CheckpointId](), set[str]()
         """Records that may not be read, and those without a state: the next full look reads them again. And
         the machines whose states cannot be used, of which the log has told."""
-        self._seen_at = dict[str, float]()
-        """When the objects of an unfinished upload were first seen, by its id. Their own times tell less:
-        copying keeps them, and S3 gives a large object the time when its upload began."""
+        self._seen_at = dict[str, dict[str, float]]()
+        """When the objects of an unfinished upload were first seen, by folder and id. Their own times tell
+        less: copying keeps them, and S3 gives a large object the time when its upload began."""
         self._listed_at = dict[str, float]()
         """When the last listing of each folder began, by the clock that goes on while a machine sleeps."""
 
@@ -202,7 +202,9 @@ class Tier:
                 remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
         halves = (i for i, (kinds, *_) in found.items() if not {META, STATE} <= {*kinds.split()})
-        old = [i for i in halves if now - self._seen_at.setdefault(i, now) > ORPHAN_SECONDS]
+        before = self._seen_at.get(folder, {})
+        seen_at = self._seen_at[folder] = {i: before.get(i, now) for i in halves}
+        old = [i for i, at in seen_at.items() if now - at > ORPHAN_SECONDS]
         orphans = [objects.name_of(folder, i, kind) for i in old for kind in found[i][0].split()]
         if orphans:
             with suppress(CacheFault), remote.trying("delete"):  # it was noted

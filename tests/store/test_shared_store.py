@@ -416,6 +416,26 @@ async def test_record_without_its_state_is_not_found_and_swept_after_an_hour(
         assert left == {kept.shared_id}
 
 
+async def test_state_that_lacks_its_record_again_has_its_hour_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a program that copies folders takes what it has copied back, and copies it again."""
+    async with start("a") as a, start("b") as b:
+        await a.save(run_of(3000))
+        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        record = meta.read_bytes()
+        meta.unlink()
+        await b.find(run_of(3000), is_full=True)  # it is first seen
+        meta.write_bytes(record)
+        assert await b.find(run_of(3000), is_full=True)
+        meta.unlink()
+        monkeypatch.setattr(shared_tier, "ORPHAN_SECONDS", 0.0)
+        await b.tier.look(b.tier.remote.folder(OURS), is_full=True)
+        assert state.exists()
+        await b.find(run_of(3000), is_full=True)
+        assert not state.exists()
+
+
 def refuse_deletions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise SharedStoreFault("access denied")
