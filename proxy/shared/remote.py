@@ -80,6 +80,9 @@ class Remote:
         self.store.index.put_value(_WRITER, self.writer)
         self.refused = set(self.index.value(_REFUSED, list[str]) or ())
         """States that are needless or not wanted; own ones until they are deleted there."""
+        # Until 29 November 2026 own ones had a place of their own.
+        earlier = self.index.value("outdated", list[Checkpoint]) or []
+        self.refused.update(checkpoint.shared_id for checkpoint in earlier)
         own = map(objects.index_id, filter(self.is_own, self.refused))
         self.outdated = [record for record in map(self.index.record, own) if record]
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED

@@ -35,7 +35,7 @@ from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket, Gone
-from proxy.shared.objects import Listed, Sealing, decode_meta, read_key
+from proxy.shared.objects import Listed, Sealing, decode_meta, index_id, read_key
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import UNREAD_SECONDS
@@ -1488,6 +1488,18 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_does_not_com
         shutil.copytree(tmp_path / "a", tmp_path / "as a kill leaves it")
         monkeypatch.undo()
     async with start("as a kill leaves it") as a:
+        assert not await a.find(run_of(3000))
+        await until(lambda: not objects_in(tmp_path / "shared"))
+
+
+async def test_state_that_an_earlier_proxy_could_not_delete_there_does_not_come_back(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+        own = a.tier.remote.index.record(index_id(saved.shared_id))
+        a.tier.remote.index.put_value("outdated", [own])
+    async with start("a") as a:
         assert not await a.find(run_of(3000))
         await until(lambda: not objects_in(tmp_path / "shared"))
 
