@@ -133,18 +133,21 @@ def open_tier(settings: Settings, shared: Services) -> "Tier | None":
 def admin_token(settings: Settings) -> str | None:
     """Return the token that the admin listener asks for, None for none; the first one is made and told.
 
-    Raises SettingsError if a file that was given cannot be read, or is empty.
+    Raises SettingsError as `read_admin_token`.
     """
     is_here = configuration.is_loopback(split_address(settings.admin)[0])
     if is_here and not settings.admin_token_file:
         return None
     if (token := configuration.read_admin_token(settings)) is None:
         token, path = secrets.token_urlsafe(24), configuration.admin_token_file(settings)
-        # In a directory that cannot be written the token is not kept.
-        with suppress(OSError), replacing(path, path.with_suffix(".new")) as file:
-            file.write(f"{token}\n".encode())
-        says = f"the live page and the commands ask for a token: {token} (kept in {path})"
-        get_logger("admin").info("token made", token=token, kept_in=str(path), says=says)
+        kept_in = ""  # in a directory that cannot be written
+        with suppress(OSError):
+            with replacing(path, path.with_suffix(".new")) as file:
+                file.write(f"{token}\n".encode())
+            kept_in = str(path)
+        where = f"kept in {path}" if kept_in else f"for this run: {path} cannot be written"
+        says = f"the live page and the commands ask for a token: {token} ({where})"
+        get_logger("admin").info("token made", token=token, kept_in=kept_in, says=says)
     return token
 
 

@@ -1,11 +1,15 @@
 """Settings: where their values come from, and which are refused."""
 
+import errno
+import os
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from proxy import app
 from proxy.app import admin_token
 from proxy.core.sharing import SharedLimits
 from proxy.errors import SettingsError
@@ -146,6 +150,18 @@ def test_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
     assert token and kept.read_text().strip() == token
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert admin_token(settings) == token
+
+
+def test_token_that_cannot_be_written_is_not_said_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(app, "replacing", refuse)
+    with capture_logs() as logs:
+        assert admin_token(Settings(slot_save_path=str(tmp_path), admin="0.0.0.0:8082"))
+    assert [line["kept_in"] for line in logs] == [""] and "kept in" not in logs[0]["says"]
 
 
 @pytest.mark.parametrize(
