@@ -73,7 +73,8 @@ async def attach(
     """
     n_told = launch.n_context_checkpoints
     newest = services.served.get(services.upstream.target)
-    before = newest if newest and newest.id == process_id else None  # it is met again
+    is_same = newest and newest.id == process_id and len(newest.slots) == props.total_slots
+    before = newest if is_same else None  # it is met again, unless its successor has no name either
     known = before.slots.met_again() if before else ()
     process = Process(
         **vars(services),

@@ -298,6 +298,20 @@ async def test_server_with_a_fixed_marker_is_told_from_its_successor(start_rig: 
         assert await rig.attached() is not first
 
 
+async def test_successor_without_a_name_has_the_slots_that_it_says(start_rig: StartRig) -> None:
+    """With LLAMA_MEDIA_MARKER fixed and no --metrics, nothing tells one process from another."""
+    unnamed = Faults(refuse={"metrics": 501})
+    async with start_rig(n_slots=4, media_marker="<media>", faults=unnamed) as rig:
+        assert (await rig.chat("a")).status == 200
+        server = rig.running.server
+        await rig.server.crash()
+        await until(lambda: server.process is None)
+        rig.server.n_slots = 1
+        await rig.server.restart()
+        await until(lambda: server.process is not None)
+        assert server.process is not None and len(server.process.slots) == 1
+
+
 async def test_missing_api_key_is_named_and_clients_use_their_own(start_rig: StartRig) -> None:
     async with start_rig(api_keys=("secret",)) as rig:
         assert (await rig.chat("a", key="secret")).status == 200
