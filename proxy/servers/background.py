@@ -296,7 +296,8 @@ class Ahead:
                     await asyncio.wait(settling)
                 await self._evaluate(process, request)
         finally:
-            self._evaluating = None
+            if self._evaluating is asyncio.current_task():
+                self._evaluating = None
 
     async def _evaluate(self, process: Process, request: Request) -> None:
         """Evaluate what comes next in the slot of a request, as far as that pays; raises CacheFault."""

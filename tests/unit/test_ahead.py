@@ -1,6 +1,7 @@
 """Which conversation is gone on with while all is idle."""
 
 import asyncio
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from proxy.llama.answers import Answer
 from proxy.servers.background import Ahead
 from proxy.serving.request import Request
 from proxy.tasks import Tasks
+from tests.lab.waiting import until
 
 
 async def test_the_conversation_that_was_answered_last_is_gone_on_with(monkeypatch: Any) -> None:
@@ -38,3 +40,34 @@ async def test_the_conversation_that_was_answered_last_is_gone_on_with(monkeypat
         ahead.give_way("b").send(None)
     await asyncio.sleep(0)
     assert waiting == []
+
+
+async def test_a_task_that_ends_leaves_the_one_that_evaluates_at_another_server_alone(
+    monkeypatch: Any,
+) -> None:
+    """The task was told to stop for a request, but its piece outlasts the answer to that request."""
+    ends = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+    async def evaluate(self: Ahead, process: object, request: Request) -> None:
+        self._evaluating, self._waiting = self._waiting, None
+        await ends[request.session].wait()
+
+    monkeypatch.setattr(Ahead, "_evaluate", evaluate)
+    monkeypatch.setattr("proxy.servers.background._IDLE_SECONDS", 0.0)
+    faults = SimpleNamespace(suppressed=lambda stage: nullcontext())
+    parts = {"tasks": Tasks(), "faults": faults, "settling": []}
+    ahead, process = Ahead(20.0), cast(Any, SimpleNamespace(**parts))
+    for session in "ab":
+        await ahead.give_way("other")
+        request = Request(
+            path="", route=Route.CHAT, keys={}, relay=cast(Any, None), session=session
+        )
+        request.keeps_text, request.answer = True, Answer(200, None)
+        ahead.note(process, request)
+        await until(lambda: ahead._evaluating is not None)
+    ends["a"].set()
+    await until(lambda: len(process.tasks) == 1)
+    assert ahead._evaluating is not None
+    ends["b"].set()
+    await process.tasks.drain(1.0)
+    assert ahead._evaluating is None
