@@ -145,7 +145,8 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
     """Save what the slots hold, learn namespace and rule in an empty slot, and commit what was saved."""
     with suppress(UpstreamRefused):  # --no-slots: a save of a busy slot just waits for it
         for status in await process.slot_states():
-            if status.is_processing:
+            if status.is_processing:  # nobody knows whether that may be saved
+                process.slots.set_content(SlotId(status.id), TAINTED)
                 process.slots.lease(SlotId(status.id), time.monotonic())
     process.adapters = await process.upstream.lora_adapters()
     async with AsyncExitStack() as files:
