@@ -373,6 +373,7 @@ async def test_models_seen_together_do_not_wait_for_each_other(
             await models.ask_host(model, question)
         await models.attached({"full", "hybrid"})
         await models.rig.reasons_are()
+        await rig.settled()  # a look at its slots would have llama-swap load a model again
         async with models.answering("full", question):
             host.request("POST", "/api/models/unload/hybrid", {})
             await models.attached({"full"})

@@ -169,6 +169,12 @@ def objects_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def state_and_record_in(folder: Path) -> tuple[Path, Path]:
+    """Return the two objects of the only state in a folder."""
+    record, state = sorted(objects_in(folder), key=lambda path: path.suffix)
+    return state, record
+
+
 def content_of(machine: Machine, checkpoint: Checkpoint) -> bytes:
     return machine.store.files.path(checkpoint.file_name).read_bytes()
 
@@ -381,7 +387,7 @@ async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
     """The hour begins when it is seen: S3 gives a large state the time when its upload began."""
     async with start("a") as a, start("b") as b:
         await a.save(run_of(3000))
-        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        state, meta = state_and_record_in(tmp_path / "shared")
         half = state.with_name("0" * 12 + state.name[12:])
         half.write_bytes(b"half an upload")
         os.utime(half, (0, 0))
@@ -422,7 +428,7 @@ async def test_state_that_lacks_its_record_again_has_its_hour_again(
     """As where a program that copies folders takes what it has copied back, and copies it again."""
     async with start("a") as a, start("b") as b:
         await a.save(run_of(3000))
-        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        state, meta = state_and_record_in(tmp_path / "shared")
         record = meta.read_bytes()
         meta.unlink()
         await b.find(run_of(3000), is_full=True)  # it is first seen
@@ -449,7 +455,7 @@ async def test_listing_is_whole_where_nothing_may_be_deleted(
     """Else everything would be listed every ten seconds."""
     async with start("a") as a:
         await a.save(run_of(3000))
-        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        state, meta = state_and_record_in(tmp_path / "shared")
         half = state.with_name("0" * 12 + state.name[12:])
         half.write_bytes(b"half an upload")
         monkeypatch.setattr(shared_tier, "ORPHAN_SECONDS", 0.0)
