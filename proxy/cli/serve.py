@@ -267,7 +267,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     flags = [argument.partition("=")[0] for argument in arguments if options]
     launch.conflicts += [f"{f} is for the proxy: put it before `--`" for f in flags if f in ours]
     # What `run` adds would be taken for its value.
-    empty = {name for name, option in given.items() if not option.value}
+    empty = {option.written for option in given.values() if not option.value}
     launch.conflicts += [f"{last} needs a value" for last in flags[-1:] if last in empty]
     if not options:  # such as for an environment variable that it cannot read
         said = next(filter(None, map(str.strip, text.splitlines())), "nothing")

@@ -250,7 +250,7 @@ def test_port_that_is_taken_is_told_with_its_flag(tmp_path: Path, taken: str, fl
     assert f"cannot listen on {taken}: address already in use: give another {flag}" in said
 
 
-@pytest.mark.parametrize("words", [("-fa",), ("-c", "9", "-m"), ("-fa", "on", "--flash-attn")])
+@pytest.mark.parametrize("words", [("-fa",), ("-c", "9", "-m"), ("-fa", "on", "--flash_attn")])
 def test_flag_without_its_value_is_told_before_another_is_added(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
