@@ -449,6 +449,13 @@ def refuse_deletions(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.tier.remote.bucket, "delete", fail)
 
 
+async def remove_in_vain(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a state, and remove it while the shared store lets nothing be deleted."""
+    saved = await machine.save(run_of(3000))
+    refuse_deletions(machine, monkeypatch)
+    assert await machine.store.remove(saved, Removal.OPERATOR)
+
+
 async def test_listing_is_whole_where_nothing_may_be_deleted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,9 +476,7 @@ async def test_stop_does_not_wait_for_what_may_not_be_deleted(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start("a") as a:
-        saved = await a.save(run_of(3000))
-        refuse_deletions(a, monkeypatch)
-        assert await a.store.remove(saved, Removal.OPERATOR)
+        await remove_in_vain(a, monkeypatch)
         await until(lambda: a.sample("shared_faults_total", operation="delete"))
         async with asyncio.timeout(HANG_SECONDS / 2):
             await a.tier.uploads.drain(HANG_SECONDS)
@@ -482,9 +487,7 @@ async def test_deletion_that_is_refused_holds_up_no_upload(
 ) -> None:
     monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS * n_faults)
     async with start("a") as a:
-        saved = await a.save(run_of(3000))
-        refuse_deletions(a, monkeypatch)
-        assert await a.store.remove(saved, Removal.OPERATOR)
+        await remove_in_vain(a, monkeypatch)
         await until(lambda: a.sample("shared_faults_total", operation="delete"))
         async with asyncio.timeout(HANG_SECONDS / 10):
             await a.commit(run_of(3000, start=10_000))
@@ -1474,9 +1477,7 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_goes_after_a
 ) -> None:
     """Else its text would stay there for good, and come back with its next request."""
     async with start("a") as a:
-        saved = await a.save(run_of(3000))
-        refuse_deletions(a, monkeypatch)
-        assert await a.store.remove(saved, Removal.OPERATOR)
+        await remove_in_vain(a, monkeypatch)
         await until(lambda: a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY})
     assert objects_in(tmp_path / "shared")
     async with start("a"):
@@ -1487,9 +1488,7 @@ async def test_state_that_is_deleted_while_the_shared_store_is_away_does_not_com
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with start("a") as a:
-        saved = await a.save(run_of(3000))
-        refuse_deletions(a, monkeypatch)
-        assert await a.store.remove(saved, Removal.OPERATOR)
+        await remove_in_vain(a, monkeypatch)
         await a.tier.remote.write(lambda: None)  # behind what is being written
         shutil.copytree(tmp_path / "a", tmp_path / "as a kill leaves it")
         monkeypatch.undo()
