@@ -71,6 +71,11 @@ class CachedRequest:
     def _plan(self) -> Plan:
         return self._account.plan
 
+    @property
+    def _prompt_as_planned(self) -> Prompt:
+        """The prompt with the cuts of the plan, which has found the branch."""
+        return replace(self._prompt, cuts=self._plan.cuts)
+
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, request = self._process, self._request
@@ -273,8 +278,7 @@ class CachedRequest:
 
     async def _evaluate_to(self, n_tokens: int, save_as: CheckpointKind | None = None) -> None:
         process, slot_id, keys = self._process, self._plan.slot_id, self._request.keys
-        prompt = replace(self._prompt, cuts=self._plan.cuts)  # the plan has found the branch
-        stopped = await process.stop(slot_id, prompt, n_tokens, keys)
+        stopped = await process.stop(slot_id, self._prompt_as_planned, n_tokens, keys)
         self._account.add(stopped, process.rates)
         if save_as and not self._account.is_ineffective_restore:
             await process.finish(self._lease, process.saves.begin(slot_id, save_as))
@@ -402,8 +406,7 @@ class CachedRequest:
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return the slot's content now; unknown if the reply contradicts the prediction."""
-        process, account, plan = self._process, self._account, self._plan
-        prompt = replace(self._prompt, cuts=plan.cuts)  # the plan has found the branch
+        process, prompt, account = self._process, self._prompt_as_planned, self._account
         unknown = Unknown(prompt.namespace, not prompt.is_before_media, origin=before.origin)
         if timings is None:
             process.has_run_out_of_cells |= process.is_overfull
@@ -434,7 +437,7 @@ class CachedRequest:
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
         content = process.content_after(before, prompt, timings.predicted_n)
-        return replace(content, is_stored_further=plan.is_stored_further)
+        return replace(content, is_stored_further=self._plan.is_stored_further)
 
     def _disagree(self, n_really: int) -> None:
         self._process.disable_shape(self._prompt.shape)
