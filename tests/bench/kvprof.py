@@ -13,8 +13,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ async def measure(names: list[str], leftovers: ExitStack) -> Section:
     section = Section(
         "Tokens in common with the nearest earlier request: kvprof and explain",
         f"at most {MOST_APART} token apart",
-        ("change", "request", "kvprof", "leaves it in", "explain", "its cause"),
-        n_keys=2,
+        ("change", "kvprof", "leaves it in", "explain", "its cause"),
     )
     folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
     slots, traces = folder / "slots", folder / "traces"
@@ -60,29 +60,45 @@ async def measure(names: list[str], leftovers: ExitStack) -> Section:
         await rig.settled()
         ours = await _asked(rig, names)
         theirs = await asyncio.to_thread(_analyzed, server, traces)
-    for (name, number, explained), summary in zip(ours, theirs, strict=True):
-        nearest = explained.get("nearest") or {}
-        shared, known = summary["lcp"] or 0, nearest.get("n_common")
-        section.add(
-            *(name, number, shared, summary["diverge_section"] or "-"),
-            *("-" if known is None else known, explained["request"]["cause"]),
-            is_met=None if known is None else abs(shared - known) <= MOST_APART,
-        )
+    pairs = zip(ours, theirs, strict=True)
+    for name, requests in groupby(pairs, key=lambda pair: pair[0][0]):
+        _add_row(section, name, [(explained, summary) for (_, explained), summary in requests])
     return section
 
 
-async def _asked(rig: Rig, names: list[str]) -> list[tuple[str, int, dict[str, Any]]]:
-    """Send all requests; return the name, number and explanation of each."""
+def _add_row(
+    section: Section, name: str, requests: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    """Add the row of one change: what `explain` and kvprof say of each of its requests, in their order."""
+    shared = [summary["lcp"] or 0 for _, summary in requests]
+    known = [(explained.get("nearest") or {}).get("n_common") for explained, _ in requests]
+    apart = [abs(a - b) for a, b in zip(shared, known, strict=True) if b is not None]
+    section.add(
+        name,
+        _in_order(shared),
+        _in_order(summary["diverge_section"] or "-" for _, summary in requests),
+        _in_order("-" if n is None else n for n in known),
+        _in_order(explained["request"]["cause"] for explained, _ in requests),
+        is_met=all(n <= MOST_APART for n in apart) if apart else None,
+    )
+
+
+def _in_order(cells: Iterable[object]) -> str:
+    return " / ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells)
+
+
+async def _asked(rig: Rig, names: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Send all requests; return the change and the explanation of each."""
     asked, tags = [], (f"agent_{n}" for n in count(10))
     for replay in (r for r in REPLAYS if r.form is Route.CHAT and _is_named(r, names)):
         tag = next(tags)
-        for number, body in enumerate(replay.changed, 1):
+        for body in replay.changed:
             await rig.post(
                 PATHS[replay.form], {**tagged(body, tag), "max_tokens": 4, "stream": False}
             )
             await rig.settled()
             async with rig.client.get(rig.admin_url + "/requests/last") as reply:
-                asked.append((replay.name, number, await reply.json()))
+                asked.append((replay.name, await reply.json()))
     return asked
 
 
