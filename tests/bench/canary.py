@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
@@ -78,35 +80,51 @@ async def learned(
         return process.rule.kind.value, read_state_file(files[-1]) if files else None
 
 
-def in_words(state: StateFile | None) -> tuple[int | str, str]:
-    """Return the file's version, and how far before its end its context checkpoints lie."""
-    if state is None:
-        return "-", "nothing is saved"
+@dataclass(frozen=True)
+class Examined:
+    """What is known of one build and memory type; `is_met` is None where nothing was measured."""
+
+    words: str
+    version: int | None = None
+    is_met: bool | None = None
+
+
+def in_words(rule: str, state: StateFile | None) -> str:
+    """Return the rule, and how far before its end the context checkpoints of a file lie."""
+    if state is None or not state.restore_points:
+        return rule
     behind = [str(len(state.tokens) - point) for point in state.restore_points]
-    drafts = ", with draft state" if state.draft_bytes else ""
-    return state.version, (", ".join(behind) or "none") + drafts
+    drafts = ["with draft state"] if state.draft_bytes else []
+    return f"{rule} ({', '.join(behind + drafts)})"
 
 
-async def examine(section: Section, name: str, kind: str, binary: Path, *, rule_only: bool) -> None:
-    """Add the row of one build and memory type."""
-    memory = kind.replace("_mtp", ", draft-mtp")
+async def examine(kind: str, binary: Path, *, rule_only: bool) -> Examined:
     flags = FLAGS + NEAR_FLAGS.get(binary.parent.name, ())
     with ExitStack() as leftovers:
         try:
             rule, state = await learned(kind, binary, flags, leftovers)
         except LlamaServerError as error:
-            reason = str(error).splitlines()[-1]
-            return section.add(name, memory, "-", "does not load", reason[-60:], "-", is_met=None)
-    cells = rule, *in_words(state)
+            tell(f"does not load: {str(error).splitlines()[-1]}")
+            return Examined("does not load")
+    words, version = in_words(rule, state), state.version if state else None
     if rule_only:
-        return section.add(name, memory, *cells, "-", is_met=None)
+        return Examined(words, version)
     os.environ["LLAMA_SERVER_BIN"] = str(binary)
     outcome = await measure(Case("restart", kind, "tiny", 1, "proxy"), flags)
     is_met, figure = _judged(outcome)
     if not is_met:
         _, alone = _judged(await measure(Case("restart", kind, "tiny", 1, "alone"), flags))
         figure += f"; llama-server alone: {alone}"
-    section.add(name, memory, *cells, figure, is_met=is_met)
+    return Examined(f"{words}: {figure}", version, is_met)
+
+
+def add_row(section: Section, name: str, examined: Sequence[Examined]) -> None:
+    """Add the row of one build, with a cell for each memory type."""
+    versions = {str(each.version) for each in examined if each.version is not None}
+    verdicts = [each.is_met for each in examined if each.is_met is not None]
+    cells = (f"**{each.words}**" if each.is_met is False else each.words for each in examined)
+    is_met = all(verdicts) if verdicts else None
+    section.add(name, ", ".join(sorted(versions)) or "-", *cells, is_met=is_met)
 
 
 def _judged(outcome: Result | Failure) -> tuple[bool, str]:
@@ -120,11 +138,7 @@ async def examine_all(given: argparse.Namespace) -> Section:
     section = Section(
         "Builds, month by month",
         f"evaluated / exact at most {MOST_RATIO} over a restart",
-        (
-            *("build", "memory", "learned rule", "file version"),
-            *("context checkpoints, tokens before the end", "evaluated / exact"),
-        ),
-        n_keys=2,
+        ("build", "file version", *(kind.replace("_mtp", ", draft-mtp") for kind in given.kind)),
     )
     installed = find_llama_server()
     for version in given.version:
@@ -133,12 +147,14 @@ async def examine_all(given: argparse.Namespace) -> Section:
         else:
             install(version)
             name, binary = _name_of(version), binary_of(version)
+        examined = list[Examined]()
         for kind in given.kind:
             try:
-                await examine(section, name, kind, binary, rule_only=given.rule_only)
-            except Exception as error:  # no other row depends on this one
-                section.add(name, kind, "-", "failed", repr(error)[-60:], "-", is_met=False)
-            tell(str(section.rows[-1]))
+                examined.append(await examine(kind, binary, rule_only=given.rule_only))
+            except Exception as error:  # no other cell depends on this one
+                examined.append(Examined(f"failed: {repr(error)[-60:]}", is_met=False))
+            tell(f"{name}, {kind}: {examined[-1].words}")
+        add_row(section, name, examined)
         prove(given, "canary", [section])
     return section
 
@@ -170,6 +186,8 @@ def main() -> int:
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rule-only", action="store_true", help="without the trace")
     given = parser.parse_args()
+    if given.add and given.kind != list(KINDS):
+        parser.error("a row has all kinds: --add goes without --kind")
     return run_to_the_end(lambda _: run(given))
 
 

@@ -260,12 +260,12 @@ def test_a_model_that_is_missing_is_built(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.iterdir()] == ["full-tiny.gguf"]
 
 
-async def test_a_row_of_the_canary_that_fails_stops_no_other(
+async def test_a_cell_of_the_canary_that_fails_stops_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def examine(section: Section, name: str, kind: str, *_: object, **__: object) -> None:
+    async def examine(kind: str, *_: object, **__: object) -> canary.Examined:
         assert kind != "swa"
-        section.add(name, kind, "any prefix", 4, "none", "1.006", is_met=True)
+        return canary.Examined("any prefix: 1.006", 4, is_met=True)
 
     monkeypatch.setattr(canary, "examine", examine)
     monkeypatch.setattr(canary, "install", lambda version: None)
@@ -274,4 +274,6 @@ async def test_a_row_of_the_canary_that_fails_stops_no_other(
     version = ["2026.9.11063"]
     given = argparse.Namespace(version=version, kind=kinds, rule_only=False, document=False)
     section = await canary.examine_all(given)
-    assert [row[1] for row in section.rows] == kinds and section.n_missed == 1
+    [(_, version_of_files, full, swa, hybrid, verdict)] = section.rows
+    assert full == hybrid == "any prefix: 1.006" and swa.startswith("**failed: ")
+    assert version_of_files == "4" and verdict == "**no**" and section.n_missed == 1
