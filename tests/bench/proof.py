@@ -76,16 +76,8 @@ _VLLM, _KVPROF, _CANARY = "tests.bench.vllm_turns", "tests.bench.kvprof", "tests
 _UPSTREAM = ("pytest", "tests/live/test_upstream.py")
 _REPLAYED = ("pytest", "tests/live/test_trace.py")
 PARTS = (
-    Part(
-        *("eviction", ("eviction, conversation, full", "eviction, synthetic, full"), N_CORES, 6),
-        _EVICTION,
-        (*_EVICTION, *_SOME),
-    ),
-    Part(
-        *("eviction, own traces", ("eviction, agents, full", "eviction, agents, hybrid"), 1, 4),
-        _AGENTS,
-        (*_AGENTS, *_SOME),
-    ),
+    Part(*("eviction", ("eviction",), N_CORES, 6), _EVICTION, (*_EVICTION, *_SOME)),
+    Part(*("eviction, own traces", ("eviction, own traces",), 1, 4), _AGENTS, (*_AGENTS, *_SOME)),
     Part(
         *("optimum", ("eviction, optimum",), 1, 2),
         (_SECOND, CONVERSATION, SYNTHETIC),
