@@ -105,7 +105,7 @@ PARTS = (
     Part("defects", (), 1, 2, _UPSTREAM, (*_UPSTREAM, "-k", "damaged")),
     Part("replayed traces", (), 1, 4, (*_REPLAYED, "-m", ""), (*_REPLAYED, "-k", "replayed")),
     Part(
-        *("side by side", ("side by side, full", "side by side, hybrid"), N_CORES, 32),
+        *("side by side", ("side by side",), N_CORES, 32),
         (_BESIDE,),
         (_BESIDE, "--kind", "hybrid", "--trace", "branch", "--contender", BY_HAND, PROXY),
     ),

@@ -140,9 +140,9 @@ async def compare(
     reference = next((outcomes[0] for outcomes in found.values() if outcomes), None)
     for contender, outcomes in found.items():
         if contender in failed or reference is None:
-            section.add(name, contender, failed[contender], *"-----", is_met=False)
+            section.add(kind, name, contender, failed[contender], *"-----", is_met=False)
         else:
-            section.add(name, contender, *_cells(outcomes, reference), is_met=None)
+            section.add(kind, name, contender, *_cells(outcomes, reference), is_met=None)
 
 
 def _cells(outcomes: list[Outcome], reference: Outcome) -> Iterator[str]:
@@ -162,22 +162,20 @@ def _times(n_times: int) -> str:
 
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
     """Measure, print and document; return 1 if a contender failed."""
-    n_failed = 0
-    for kind in arguments.kind:
-        section = Section(
-            f"Side by side: {kind}, tiny, {_times(arguments.times)}",
-            "",
-            (
-                *("trace", "", "tokens evaluated", "first token p50, ms", "p95, ms", "wall, s"),
-                *("MB written", "answers differ"),
-            ),
-        )
-        for name in arguments.trace:
-            await compare(section, name, kind, arguments, leftovers)
-            prove(arguments, f"side by side, {kind}", [section])
-        print(section.markdown() + "\n", flush=True)
-        n_failed += section.n_missed
-    return 1 if n_failed else 0
+    section = Section(
+        f"Side by side: tiny models, {_times(arguments.times)}",
+        "",
+        (
+            *("memory", "trace", "", "tokens evaluated", "first token p50, ms", "p95, ms"),
+            *("wall, s", "MB written", "answers differ"),
+        ),
+        n_keys=3,
+    )
+    for kind, name in product(arguments.kind, arguments.trace):
+        await compare(section, name, kind, arguments, leftovers)
+        prove(arguments, "side by side", [section])
+    print(section.markdown(), flush=True)
+    return 1 if section.n_missed else 0
 
 
 def main() -> int:
