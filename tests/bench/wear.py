@@ -90,6 +90,7 @@ def measure(paths: list[str], n_slots: int, idle_seconds: float) -> Section:
             *("each block once, GB", "times as much", "kB per token reused"),
             *(f"GB for {N_A_DAY:,} requests", f"600 TB last, at {N_A_DAY:,} a day, years"),
         ),
+        n_keys=2,
     )
     for memory_name, memory in MEMORIES.items():
         for title, trace, idle in _traces(paths, idle_seconds):
