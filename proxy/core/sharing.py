@@ -34,7 +34,7 @@ _LEAST_AT_ONCE, _MOST_AT_ONCE, _STEP_SECONDS = 64 << 10, 4 << 20, 0.02
 class SharedLimits:
     """What may be put into the shared store, and how fast; 0 is no limit.
 
-    `capacity` is for all states there, whoever has put them there; each writer deletes its own.
+    `capacity` is for all states there, whoever has put them there.
     """
 
     upload_bytes_per_day: int = 0
@@ -131,7 +131,7 @@ def spared_per_byte(checkpoint: Checkpoint, rates: Rates, link: Transfer) -> flo
 def choose_deletions(
     own: Iterable[tuple[Checkpoint, float]], n_bytes: int, now: float
 ) -> list[Checkpoint]:
-    """Return which of its *own* states a writer deletes for *n_bytes* more room in the shared store.
+    """Return which of the states that are its *own* to delete go for *n_bytes* more room there.
 
     Each state comes with the time of its last read. States with the fewest tokens per byte are deleted
     first: the speeds of other machines are not known, so every token has the same worth.

@@ -28,12 +28,15 @@ STATE, META, USED = "state", "meta", "used"
 """A state, the record that commits it, and a marker whose time says when somebody last read the state."""
 ORPHAN_SECONDS = 3600.0
 """The objects of an upload that is not finished so long after they were first seen are deleted."""
+UNUSED_SECONDS = 7 * 24 * 3600.0
+"""A state that was not read there for so long may be deleted by anyone. One that was not used here for so
+long does not go up again."""
 _HASH_BYTES = 16
 STEP_TOKENS = 1024
 """Of a hundred thousand states the hashes of all blocks would be too many; a shorter one is not shared."""
 _TIME_DIGITS, _WRITER_DIGITS, _RANDOM_DIGITS = 12, 8, 16
 _NAME = re.compile(
-    rf"{VERSION}/(?P<namespace>[0-9a-f]{{32}})/(?P<id>[0-9a-f]{{{_TIME_DIGITS}}}"
+    rf"{VERSION}/[0-9a-f]{{32}}/(?P<id>[0-9a-f]{{{_TIME_DIGITS}}}"
     rf"-[0-9a-f]{{{_WRITER_DIGITS}}}-[0-9a-f]{{{_RANDOM_DIGITS}}})\.(?P<kind>[a-z]+)"
 )
 
@@ -42,7 +45,6 @@ class Listed(NamedTuple):
     """An object as it is listed; `modified_at` is of the shared store's own clock."""
 
     name: str
-    namespace: str
     id: str
     kind: str
     size_bytes: int
@@ -53,8 +55,8 @@ def listed(path: str, size_bytes: int, modified_at: float) -> Listed | None:
     """Return what a name says, None if it is not one of ours."""
     if (found := _NAME.fullmatch(path)) is None:
         return None
-    namespace, shared_id, kind = found.groups()
-    return Listed(path, namespace, shared_id, kind, size_bytes, modified_at)
+    shared_id, kind = found.groups()
+    return Listed(path, shared_id, kind, size_bytes, modified_at)
 
 
 def name_of(namespace: str, shared_id: str, kind: str) -> str:
@@ -97,8 +99,7 @@ def meta_of(
     """Return the `.meta` of a checkpoint in the shared *namespace*."""
     seed = Namespace(bytes.fromhex(namespace))
     points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in ends_in(checkpoint)}
-    told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
-    return Meta(told, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, host)
+    return Meta(checkpoint, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, host)
 
 
 def decode_meta(data: bytes) -> Meta:
@@ -133,8 +134,7 @@ def entry_of(meta: Meta, shared_id: str, namespace: Namespace) -> Entry:
 def hashes_of(stored: TokenIds | None) -> list[PrefixHash]:
     """Return the hashes that an entry has in place of tokens."""
     data = b"" if stored is None else stored.tobytes()
-    begins = range(0, len(data), _HASH_BYTES)
-    return [PrefixHash(data[begin : begin + _HASH_BYTES]) for begin in begins]
+    return [PrefixHash(data[i : i + _HASH_BYTES]) for i in range(0, len(data), _HASH_BYTES)]
 
 
 def ends_in(checkpoint: Checkpoint) -> set[int]:

@@ -160,12 +160,8 @@ class Remote:
         if self._failing.pop(operation, 0) and not self._failing:
             self.degradations.end(DegradationKind.SHARED_STORE_AWAY)
 
-    def is_failing(self, *operations: str) -> bool:
-        """Return whether any of these operations failed when it was last tried."""
-        return bool(self._failing.keys() & set(operations))
-
     def pause_seconds(self, *operations: str) -> float:
-        """Return how long to leave operations alone; 0 if all of them work."""
+        """Return how long to leave operations alone; 0 if all of them worked when they were last tried."""
         return backoff_seconds(max(self._failing.get(each, 0) for each in operations))
 
     def note_transfer(self, call_seconds: float, n_bytes: int, seconds: float) -> None:

@@ -17,7 +17,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, SharedStoreFault, StateDamaged
 from proxy.shared import objects
 from proxy.shared.bucket import Denied, Gone
-from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, Listed, Meta
+from proxy.shared.objects import META, ORPHAN_SECONDS, STATE, UNUSED_SECONDS, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.transfers import Downloads, Uploads
 from proxy.store.index import Entry
@@ -128,7 +128,7 @@ class Tier:
                 async for batch in self.remote.bucket.list(under, after):
                     metas = (each for each in batch if each.kind == META)
                     new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
-                    await self._read_metas(new)
+                    await self._read_metas(folder, new)
                     _add(found, batch if is_full else [])
             if is_full:
                 await self._compare(folder, found, known)
@@ -140,9 +140,9 @@ class Tier:
             self.remote.faults.record("share", error)
         return 0.0
 
-    async def _read_metas(self, new: list[Listed]) -> None:
+    async def _read_metas(self, folder: str, new: list[Listed]) -> None:
         entries, left, apart = list[Entry](), iter(new), set[str]()
-        models = self.remote.models_in(new[0].namespace) if new else []
+        models = self.remote.models_in(folder) if new else []
 
         async def read() -> None:
             for each in left:
@@ -195,12 +195,17 @@ class Tier:
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
         self._lone |= recorded - whole
+        gone = set[str]()
         for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
+                if checkpoint_id in known:
+                    gone.add(record.shared_id)
                 await remote.forget(checkpoint_id)
                 remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
+        if gone:
+            await self.uploads.upload_again(gone)
         halves = (i for i, (kinds, *_) in found.items() if not {META, STATE} <= {*kinds.split()})
         before = self._seen_at.get(folder, {})
         seen_at = self._seen_at[folder] = {i: before.get(i, now) for i in halves}
@@ -211,25 +216,29 @@ class Tier:
                 await remote.bucket.delete(*orphans)
 
     async def _keep_capacity(self) -> None:
-        """Delete a share of the own states if all writers have put too much there; raises CacheFault."""
+        """Delete a share of what is too much there, whoever has put it there; raises CacheFault."""
         found, remote = dict[str, Found](), self.remote
         if self._capacity:
             with remote.trying("list"):
                 async for batch in remote.bucket.list(objects.VERSION):
                     _add(found, batch)
-            own = await asyncio.to_thread(self._own, found)
+            deletable = await asyncio.to_thread(self._deletable, found)
             n_bytes = sum(n_bytes for _, n_bytes, _ in found.values())
             # The other writers may do the same at this moment.
-            share = sum(checkpoint.size_bytes for checkpoint, _ in own) / max(1, n_bytes)
+            share = sum(checkpoint.size_bytes for checkpoint, _ in deletable) / max(1, n_bytes)
             n_over = int(share * (n_bytes - self._capacity))
-            for checkpoint in choose_deletions(own, n_over, time.time()):
+            for checkpoint in choose_deletions(deletable, n_over, time.time()):
                 await remote.delete(checkpoint)
 
-    def _own(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
-        """Return the states that this proxy has put there, and when each was last read."""
-        read, ours = self.remote.index.record, filter(self.remote.is_own, found)
-        records = ((read(objects.index_id(i)), found[i][2]) for i in ours)
-        return [(record, at) for record, at in records if record is not None]
+    def _deletable(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
+        """Return the states that this proxy may delete, and when each was last written or read.
+
+        These are its own ones, and those that are not in use any more: their writer may be gone for good.
+        """
+        read, is_own = self.remote.index.record, self.remote.is_own
+        latest = max((at for *_, at in found.values()), default=0.0)  # by the store's own clock
+        ids = (i for i, (*_, at) in found.items() if is_own(i) or at < latest - UNUSED_SECONDS)
+        return [(c, found[i][2]) for i in ids if (c := read(objects.index_id(i))) is not None]
 
 
 def _add(found: dict[str, Found], batch: list[Listed]) -> None:

@@ -9,7 +9,7 @@ is made again from its beginning under a new name.
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache
@@ -31,7 +31,7 @@ from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, StoreFaul
 from proxy.llama.files import read_state_file
 from proxy.shared import objects
 from proxy.shared.bucket import LEAST_BYTES_PER_SECOND, PART_BYTES, READ_BYTES, Gone
-from proxy.shared.objects import META, STATE, USED, Opening
+from proxy.shared.objects import META, STATE, UNUSED_SECONDS, USED, Opening
 from proxy.shared.remote import Remote, backoff_seconds
 from proxy.store.offline import entered_as
 from proxy.tasks import wait_for
@@ -53,12 +53,12 @@ class Downloads:
     @property
     def is_off(self) -> bool:
         """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
-        return time.monotonic() < self._damaged_until or self._remote.is_failing("fetch")
+        return time.monotonic() < self._damaged_until or self._remote.pause_seconds("fetch") > 0
 
     async def find_out(self) -> None:
         """Read the beginning of a state if a fetch has failed, or the link was not measured for long."""
         remote = self._remote
-        if remote.is_failing("fetch") or time.monotonic() > remote.measured_until:
+        if remote.pause_seconds("fetch") or time.monotonic() > remote.measured_until:
             known, folder = map(remote.index.record, remote.index.ids()), cache(remote.folder)
             named = (c for c in known if c and folder(c.namespace))
             # By chance: a state that cannot be read must not stand for all of them each time.
@@ -219,6 +219,15 @@ class Uploads:
             self._pending.add(checkpoint.id)
             self._wake.set()
 
+    async def upload_again(self, gone: Collection[str]) -> None:
+        """Upload own states that somebody else has deleted there, and that were lately in use here."""
+        states, used_at = await asyncio.to_thread(list, self._store), time.time() - UNUSED_SECONDS
+        own = (c for c in states if c.shared_id in gone and not c.is_fetched)
+        lost = [c.id for c in own if c.last_used_at > used_at]
+        self._pending.update(lost)
+        self._wake.set()
+        await self._store.change_on_disk(*lost, shared_id="")
+
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
         """Delete a state that this proxy has put there once it is needless or not wanted here.
 
@@ -245,7 +254,7 @@ class Uploads:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._is_busy or self._wake.is_set() or (is_served and not self._listed):
-                    if self._remote.is_failing("upload", "list"):
+                    if self._remote.pause_seconds("upload", "list"):
                         return
                     await asyncio.sleep(0.02)
 
@@ -306,8 +315,7 @@ class Uploads:
         there = (found.checkpoint for found in remote.find(namespace, tokens))
         if same := next((c for c in there if c.content == checkpoint.content), None):
             # As where shared_store is again what it was.
-            change = self._store.change(checkpoint.id, shared_id=same.shared_id)
-            return await self._store.update(change)
+            return await self._store.change_on_disk(checkpoint.id, shared_id=same.shared_id)
         # Named after the time when it will be there: others list what is new by its name.
         there_at = time.time() + checkpoint.size_bytes * self._seconds_per_byte
         shared_id = objects.new_id(there_at, remote.writer, token_hex(8))
@@ -340,6 +348,6 @@ class Uploads:
         await remote.enter(entry, uploaded=self._uploaded)
         remote.metrics.shared_states.labels("up").inc()
         # Behind a removal under way, which then has told its reason.
-        await self._store.update(self._store.change(checkpoint.id, shared_id=shared_id))
+        await self._store.change_on_disk(checkpoint.id, shared_id=shared_id)
         if self._uploading != checkpoint.id:
             remote.refuse(entry[0])

@@ -6,6 +6,7 @@ thread and never stay open across an await; only one thread may write (the store
 """
 
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -94,33 +95,30 @@ class Index:
     def __init__(self, path: Path, *, scratch: Path | None = None) -> None:
         """Open or create the index in the directory *path*.
 
-        With *scratch*, an empty folder, the index is only read: nothing in *path* is created, removed or
+        With *scratch*, an empty folder, a copy there is opened: nothing in *path* is created, removed or
         repaired. Raises IndexDamaged if the file is damaged, StoreFault if it cannot be used.
         """
-        self._file = path / "data.mdb"
-        self._is_written, self._is_readonly = False, scratch is not None
+        folder = scratch or path
+        self._file, self._is_written = folder / "data.mdb", False
         self.flaw = ""
         """Why the entries of all states are missing; empty if they should be there."""
         try:
-            if scratch is None:
-                path.mkdir(mode=0o700, exist_ok=True)
-            sound = sound_file(path, (scratch or path) / "data.new")
-            self._is_copied = sound != self._file
-            if scratch is not None:
-                self._env = _open_file(str(sound), readonly=True)
-            else:
-                if self._is_copied:
-                    sound.replace(self._file)
-                # LMDB maps its lock file: on a full disk a hole in the file would end the process.
-                (path / "lock.mdb").touch(mode=0o600)
-                (path / "lock.mdb").write_bytes(bytes(8192))
-                self._env = lmdb.open(str(path), mode=0o600, **_limits(self._file))
-                for folder in (path, path.parent):
-                    sync_names(folder)  # LMDB syncs the file, but not its name
-            open_database = partial(self._env.open_db, create=scratch is None)
-            self._values = open_database(b"values")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            sound = sound_file(path, folder / "data.new")
+            self._is_copied = sound != path / "data.mdb"
+            if self._is_copied:
+                sound.replace(self._file)
+            elif scratch is not None:
+                shutil.copyfile(sound, self._file)
+            # LMDB maps its lock file: on a full disk a hole in the file would end the process.
+            (folder / "lock.mdb").touch(mode=0o600)
+            (folder / "lock.mdb").write_bytes(bytes(8192))
+            self._env = lmdb.open(str(folder), mode=0o600, **_limits(self._file))
+            for each in (folder, folder.parent):
+                sync_names(each)  # LMDB syncs the file, but not its name
+            self._values = self._env.open_db(b"values")
             self._check_format(path)  # before databases that another format lacks are added
-            opened = [open_database(name, **options) for name, options in _DATABASES.items()]
+            opened = [self._env.open_db(name, **options) for name, options in _DATABASES.items()]
             self._checkpoints, self._tokens, self._prefixes, _, *others = opened
             self._summaries, self._order = others
         except (lmdb.Error, OSError) as error:
@@ -128,12 +126,12 @@ class Index:
 
     def _check_format(self, path: Path) -> None:
         found = self.value("format", int)
-        if found is None and not self._is_readonly:
+        if found is None:
             self.put_value("format", FORMAT_VERSION)
             self.flaw = "it was not there"
         elif found != FORMAT_VERSION:
             self.close()
-            if found is not None and found < FORMAT_VERSION:
+            if found < FORMAT_VERSION:
                 raise IndexDamaged(path, f"an older version wrote it, in format {found}")
             raise StoreFault(
                 f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
@@ -142,7 +140,7 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-        if self._is_written or not (self._is_readonly or seal_of(self._file).exists()):
+        if self._is_written or not seal_of(self._file).exists():
             with suppress(OSError):  # then the next opening copies the entries
                 seal(self._file)
 
@@ -200,14 +198,8 @@ class Index:
 
     def all(self) -> list[Checkpoint]:
         """Return all records; those that are damaged are left out."""
-        records = list[Checkpoint]()
-        with _faults(), self._env.begin(db=self._checkpoints) as txn:
-            for key, value in txn.cursor():
-                with suppress(ValueError):
-                    record = _RECORDS.decode(value)
-                    if key == _ID.pack(record.id) and is_state_name(record.file_name):
-                        records.append(record)
-        return records
+        found = ((i, self.record(i)) for i in self.ids())
+        return [r for i, r in found if r and r.id == i and is_state_name(r.file_name)]
 
     def record(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Return the record of a checkpoint, None if it is gone or damaged."""

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from math import nan
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, Quarantine
@@ -222,19 +222,18 @@ class CheckpointStore(Catalogue):
 
     async def quarantine_for_good(self, checkpoints: Iterable[Checkpoint], why: Quarantine) -> None:
         """Never use checkpoints again, even after a restart; return once that is on disk."""
-        await self.update(*(self.change(c.id, quarantine=why) for c in checkpoints))
+        await self.change_on_disk(*(c.id for c in checkpoints), quarantine=why)
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""
         self._directory.require_writable()
-        record = self.change(checkpoint_id, is_pinned=is_pinned)
-        await self.update(record)
-        return record
+        await self.change_on_disk(checkpoint_id, is_pinned=is_pinned)
+        return self.get(checkpoint_id)
 
-    async def update(self, *records: Checkpoint | None) -> None:
-        """Write changed records to disk at once, not with the next commit; raises StoreFault."""
-        there = [record for record in records if record is not None]
-        await self.write(partial(self._directory.update, there))
+    async def change_on_disk(self, *ids: CheckpointId, **changes: Any) -> None:
+        """Change fields of those records that are there, on disk at once; raises StoreFault."""
+        records = [record for i in ids if (record := self.change(i, **changes))]
+        await self.write(partial(self._directory.update, records))
 
     async def put_value(self, name: str, value: object) -> None:
         await self.write(partial(self.index.put_value, name, value))

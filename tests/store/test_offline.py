@@ -468,7 +468,7 @@ def listed(directory: Path) -> list[dict[str, Any]]:
 
 async def test_rm_without_a_proxy_tells_what_stays_in_the_shared_store(directory: Path) -> None:
     with opened(directory) as store:
-        await store.update(store.change(next(iter(store)).id, shared_id="000-a-b"))
+        await store.change_on_disk(next(iter(store)).id, shared_id="000-a-b")
     status, output = await asyncio.to_thread(run, directory, "rm", "--everything", "--yes")
     assert status == 0 and "copies stay in the shared store: 1" in output
 

@@ -35,7 +35,7 @@ from proxy.shared import remote as shared_remote
 from proxy.shared import tier as shared_tier
 from proxy.shared import transfers
 from proxy.shared.bucket import Bucket, Gone
-from proxy.shared.objects import Listed, Sealing, decode_meta, index_id, read_key
+from proxy.shared.objects import UNUSED_SECONDS, Listed, Sealing, decode_meta, index_id, read_key
 from proxy.shared.remote import Remote
 from proxy.shared.tier import Tier
 from proxy.store.catalogue import UNREAD_SECONDS
@@ -708,6 +708,44 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
     async with start("a", limits=limits) as a:
         await until(lambda: len(a.tier.remote.known) == 1)
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
+        await a.find(run_of(3000), is_full=True)
+        await a.tier.uploads.drain(SECOND)
+        assert a.n_up == 0, "what was too much does not come back"
+
+
+async def test_states_of_a_writer_that_is_gone_go_once_nobody_uses_them(
+    start: Start, tmp_path: Path
+) -> None:
+    """As where a machine, or a container without a volume, is set up anew."""
+    async with start("gone") as gone:
+        unused = await gone.save(run_of(3000))
+    for path in objects_in(tmp_path / "shared"):
+        os.utime(path, (0, 0))
+    limits = SharedLimits(capacity=unused.size_bytes * 3 // 2)
+    async with start("a", limits=limits) as a:
+        used = await a.save(run_of(3000, start=10_000))
+        await a.tier._keep_capacity()
+        assert {path.stem for path in objects_in(tmp_path / "shared")} == {used.shared_id}
+
+
+async def test_states_in_use_go_up_again_where_somebody_has_deleted_them(
+    start: Start, tmp_path: Path
+) -> None:
+    """As where a bucket is emptied, or a rule of the bucket deletes what is old."""
+    async with start("a") as a, start("b") as b:
+        used, unused = [await a.save(run_of(3000, start=10_000 * n)) for n in range(2)]
+        await a.store.change_on_disk(unused.id, last_used_at=time.time() - UNUSED_SECONDS)
+        assert await b.find(run_of(3000)) and await b.fetch(run_of(3000))
+    for path in objects_in(tmp_path / "shared"):
+        path.unlink()
+    async with start("b") as b, start("a") as a:
+        await until(lambda: a.n_up == 1)
+        for machine in (a, b):
+            await machine.find(run_of(3000), is_full=True)
+            await machine.tier.uploads.drain(SECOND)
+        [again] = await b.find(run_of(3000))
+        assert (a.n_up, b.n_up) == (1, 0)
+        assert (a.store.get(used.id) or used).shared_id == again.checkpoint.shared_id
 
 
 async def test_states_of_more_models_and_keys_than_are_listed_at_once_go_up(
@@ -983,7 +1021,7 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
     start: Start, link: FaultyLink, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing is tried again but by this test.
-    monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS)
+    monkeypatch.setattr(shared_remote, "backoff_seconds", lambda n_faults: HANG_SECONDS * n_faults)
     tokens = run_of(3000)
     async with start("a", S3) as a, start("b", S3) as b:
         await a.save(tokens)
@@ -1158,7 +1196,7 @@ async def test_marker_that_cannot_be_written_is_no_failing_upload(
         assert await b.fetch(tokens)
         await is_asked.wait()
         await asyncio.sleep(0)
-        assert not b.degradations.kinds and not b.tier.remote.is_failing("upload")
+        assert not b.degradations.kinds and not b.tier.remote.pause_seconds("upload")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file that opens and cannot be read")
