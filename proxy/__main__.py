@@ -4,7 +4,7 @@ import gc
 import sys
 from importlib import resources
 
-gc.disable()  # what is imported is no garbage; looking for some takes an eighth of the start
+gc.disable()  # imports leave no garbage, and looking for it takes an eighth of the start
 try:
     import click
 

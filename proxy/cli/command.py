@@ -1,4 +1,4 @@
-"""What a command is made of: its options, the settings, proxy or store that it works on, and its output."""
+"""What all commands share: options, settings, the access to a running proxy or to a store, and output."""
 
 import errno
 import os
@@ -57,12 +57,12 @@ def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
 
 
 def visible_lines(said: str) -> str:
-    """Return lines without what a terminal obeys: they may quote what was read."""
+    """Return lines without control characters: they may quote text from a request or a file."""
     return "\n".join(map(visible, said.split("\n")))
 
 
 def agree(question: str) -> None:
-    """Ask whether to go on, unless --yes is given; exit if the user refuses, or without a terminal."""
+    """Ask a question, unless --yes is given; exit if the answer is no, or if there is no terminal."""
     if not (_is_on("yes") or (sys.stdin.isatty() and click.confirm(question, err=True))):
         fail(f"{question} Nothing was done: --yes does it without asking", Exit.USAGE)
 
@@ -74,8 +74,8 @@ def settings_of(
 ) -> Settings:
     """Return the settings of flags, environment and file; raises SettingsError or OSError.
 
-    *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
-    directory if it exists; "made" makes it; "any" takes it even if it does not exist.
+    *directory* says what to do if no source names a directory: "given" raises SettingsError; "known" takes
+    the default directory of `run` if it exists; "made" creates it; "any" takes it even if it is missing.
     """
     merged = settings.merge_settings(flags, os.environ, config)
     if directory != "given" and "slot_save_path" not in merged:
@@ -121,7 +121,7 @@ def answer(content: object, shown: object) -> None:
 
 
 def in_lines(content: object, shown: Console) -> str:
-    """Return a renderable as *shown* shows it, without trailing spaces."""
+    """Return what the console *shown* prints for a renderable, without trailing spaces."""
     with shown.capture() as captured:
         shown.print(content, soft_wrap=isinstance(content, Text))
     return "\n".join(map(str.rstrip, captured.get().removesuffix("\n").split("\n")))
@@ -156,14 +156,16 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # whoever reads the output has enough of it: click ends the command
+            raise  # the reader of the output has closed it: click ends the command
         except (KeyboardInterrupt, click.Abort):
             fail("interrupted", Exit.CUT_SHORT)
         except SettingsError as error:
             fail(error, Exit.USAGE)
         except (CacheFault, OSError) as fault:
             if getattr(fault, "errno", 0) == errno.ENOSPC and sys.stdout:
-                with suppress(OSError):  # Python would write the rest at its end, and exit with 120
+                with suppress(
+                    OSError
+                ):  # at exit Python would flush the rest again, and exit with 120
                     sys.stdout.close()
             fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
@@ -227,18 +229,19 @@ yes_option = _switch("--yes", "-y", help="Do not ask.")
 
 
 T = TypeVar("T")
+Json = dict[str, Any]
 _CONNECT_SECONDS = 5.0
 
 
 class RunningProxy:
-    """The admin listener of a running proxy; all methods exit with a plain message if it refuses."""
+    """The admin listener of a running proxy; each method exits with a plain message if it refuses."""
 
     n_stay_shared = 0
 
     def __init__(self, address: str, token: str | None = None, *, is_admin: bool = True) -> None:
         """*address* is HOST:PORT or a URL, *token* the listener's token or llama-server's key, if any.
 
-        If it is no admin listener (*is_admin*), it is a server for clients.
+        If *is_admin* is false, the address is one for clients: of a proxy or of any other server.
         """
         scheme, _, self.address = address.rstrip("/").removesuffix("/v1").rpartition("://")
         self.url, self._is_admin = f"{scheme or 'http'}://{self.address}", is_admin
@@ -250,34 +253,35 @@ class RunningProxy:
     def checkpoints(self) -> list[ListedCheckpoint]:
         return self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])["checkpoints"]
 
-    def told(self) -> dict[str, Any]:
-        """Return the overview that the live page shows."""
-        return self.ask("GET", "/overview", dict[str, Any])
+    def overview(self) -> Json:
+        """Return what the live page shows: state, llama-servers, store and the sums of today."""
+        return self.ask("GET", "/overview", Json)
 
     @staticmethod
-    def why_forwarding(told: dict[str, Any]) -> str:
-        """Return why the proxy only forwards, and what helps, by the overview; empty if it caches."""
-        reasons = told["reasons"] if told["state"] == State.FORWARDING else ()
+    def why_forwarding(overview: Json) -> str:
+        """Return why the proxy only forwards requests, and what helps; empty if it caches."""
+        reasons = overview["reasons"] if overview["state"] == State.FORWARDING else ()
         return " ".join(f"{each['reason']} {each['cure']}" for each in reasons)
 
-    def clients_side(self, told: dict[str, Any], url: str | None, api_key: str) -> "RunningProxy":
-        """Return the listener for clients, at *url* or where the overview tells; exits if it forwards."""
-        if not told["servers"] and (why := self.why_forwarding(told)):
+    def for_clients(self, overview: Json, url: str | None, api_key: str) -> "RunningProxy":
+        """Return the listener for clients, by default at the address in the overview.
+
+        Exits if the proxy only forwards, and no llama-server is attached.
+        """
+        if not overview["servers"] and (why := self.why_forwarding(overview)):
             fail(why, Exit.UNAVAILABLE)
-        listen = reachable(told["listen"], self.address.rpartition(":")[0])
+        listen = reachable(overview["listen"], self.address.rpartition(":")[0])
         return RunningProxy(url or listen, api_key, is_admin=False)
 
-    def model_that_runs(
-        self, told: dict[str, Any], name: str | None = None
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return a model, as /v1/models tells of one that runs unless *name* is given, and its servers.
+    def model_that_runs(self, overview: Json, name: str | None = None) -> tuple[Json, list[Json]]:
+        """Return a model that is loaded, and its llama-servers in the overview; exits if none is loaded.
 
-        A router lists its models by their names: to ask for the first one would unload another. Exits if
-        none is loaded.
+        The model is its entry in /v1/models, or only the *name* if one is given. A router lists all its
+        models: to use the first of them could unload the model that runs.
         """
-        servers, model = told["servers"], {"id": name}
+        servers, model = overview["servers"], {"id": name}
         if not name or not servers:
-            models = self.ask("GET", "/v1/models", dict[str, Any])["data"]
+            models = self.ask("GET", "/v1/models", Json)["data"]
             if not servers:
                 known = ", ".join(each["id"] for each in models)
                 loads = f"`connect ... --model NAME` loads one of {known}"
@@ -289,10 +293,10 @@ class RunningProxy:
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
-        self.ask(method, f"/checkpoints/{checkpoint_id}/pin", dict[str, Any])
+        self.ask(method, f"/checkpoints/{checkpoint_id}/pin", Json)
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
-        """Delete a checkpoint; return whether it is gone: it may be in use, or pinned by now."""
+        """Delete a checkpoint; return whether it is gone: it may be in use, or pinned meanwhile."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
         with self._reply("DELETE", path, query=query, refusals=(404, 409)) as reply:
             return reply.status != 409
@@ -306,12 +310,12 @@ class RunningProxy:
         with self._reply("GET", path) as reply:
             return reply.read().decode()
 
-    def lines(self, path: str, **how: Any) -> Iterator[dict[str, Any]]:
+    def lines(self, path: str, **how: Any) -> Iterator[Json]:
         """Post a request and yield each JSON line of the answer, or each event of a stream."""
         with self._reply("POST", path, **how) as reply:
             for line in reply:
                 if line.startswith((b"{", b"data: {")):
-                    yield self._decode(line.removeprefix(b"data: "), dict[str, Any])
+                    yield self._decode(line.removeprefix(b"data: "), Json)
 
     @contextmanager
     def _reply(
@@ -328,7 +332,7 @@ class RunningProxy:
         if not all(value.isascii() and value.isprintable() for value in sent.values()):
             fail("the key has characters that HTTP does not carry", Exit.USAGE)
         try:
-            # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
+            # Not urllib, which would use the HTTP proxies that the environment names.
             with closing(self._connection(self.address, timeout=_CONNECT_SECONDS)) as connection:
                 connection.connect()
                 connection.sock.settimeout(None)
@@ -383,7 +387,7 @@ def _complaint(body: bytes) -> str:
 
 
 class DirectoryStore:
-    """The store of a directory that no proxy uses, with the methods of a running proxy."""
+    """The store in a directory that no proxy uses, with the same methods as a running proxy."""
 
     def __init__(self, store: StoreDirectory) -> None:
         self._store, self.n_stay_shared = store, 0
@@ -442,7 +446,7 @@ def with_proxy(command: Command) -> Command:
 
 
 def with_store(command: Command) -> Command:
-    """Give a command a store as its first argument: that of a running proxy, or of a directory."""
+    """Give a command a store as its first argument: of a running proxy, or in a directory."""
     option = click.option(
         "--slot-save-path",
         type=click.Path(path_type=Path),
@@ -454,7 +458,7 @@ def with_store(command: Command) -> Command:
 def with_directory(command: Command, unset: Literal["known", "made"] = "known") -> Command:
     """Give a command the settings as its first argument, for the directory in them.
 
-    *unset* says what to do if they name none, as for `settings_of`.
+    *unset* says what happens if the settings name no directory, as in `settings_of`.
     """
 
     @setting_options("slot_save_path")
@@ -468,7 +472,7 @@ def with_directory(command: Command, unset: Literal["known", "made"] = "known") 
 
 def agree_to_write(context: click.Context, _: click.Parameter, file: Path) -> Path:
     """Ask before a command with `yes_option` replaces a file; exit if the file cannot be written."""
-    if context.resilient_parsing:  # the shell completes a line: nobody can answer
+    if context.resilient_parsing:  # the shell completes a command line: nobody can answer
         return file
     if str(file) == "-":
         raise click.BadParameter("it is written to a file, not to the standard output: name a file")

@@ -20,7 +20,7 @@ import click
 import msgspec
 import yaml
 
-from proxy.cli.command import Exit, RunningProxy, agree, answer, fail, with_proxy, yes_option
+from proxy.cli.command import Exit, Json, RunningProxy, agree, answer, fail, with_proxy, yes_option
 from proxy.explain.sketch import visible
 from proxy.store.files import replacing
 
@@ -29,7 +29,7 @@ NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
 _MARK = "# llama-prefix-cache connect"
 _NOT_KEPT = {"X-Prefix-Cache": "no-store"}
 _LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
-"""The first request asks this, behind words that no request began with: a second try is no miss."""
+"""The first trial request sends this behind a random word, so that each trial is a new conversation."""
 
 _USUAL_CONTEXT = 16_384
 
@@ -75,9 +75,10 @@ def connect(
     if undo:
         _undo(own)
         return
-    told, api_key = proxy.told(), api_key or "none"  # many clients refuse an empty one
-    server = proxy.clients_side(told, url, api_key)
-    chosen, servers = server.model_that_runs(_with_model(proxy, server, told, model), model)
+    overview, api_key = proxy.overview(), api_key or "none"  # many clients refuse an empty one
+    server = proxy.for_clients(overview, url, api_key)
+    overview = _with_model(proxy, server, overview, model) if model else overview
+    chosen, servers = server.model_that_runs(overview, model)
     model = str(chosen["id"])
     if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
@@ -91,7 +92,7 @@ def connect(
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
     if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
-    hints = hint, _short_context(n_ctx) if usual else "", proxy.why_forwarding(told)
+    hints = hint, _short_context(n_ctx) if usual else "", proxy.why_forwarding(overview)
     hint = "\n".join(filter(None, hints))
     if not write:
         shown = written(own, content)
@@ -106,24 +107,20 @@ def connect(
     sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
 
 
-def _with_model(
-    proxy: RunningProxy, server: RunningProxy, told: dict[str, Any], model: str | None
-) -> dict[str, Any]:
-    """Return the overview; a *model* that a router or llama-swap has, but does not run, is loaded first."""
-    if not model:
-        return told
-    known = {each["id"] for each in server.ask("GET", "/v1/models", dict[str, Any])["data"]}
-    running = {each["name"] for each in told["servers"]}
+def _with_model(proxy: RunningProxy, server: RunningProxy, overview: Json, model: str) -> Json:
+    """Return the overview; load *model* first if it is one of a router or llama-swap, and not loaded."""
+    known = {each["id"] for each in server.ask("GET", "/v1/models", Json)["data"]}
+    running = {each["name"] for each in overview["servers"]}
     if model not in known - running or (running and not running & known):
-        return told  # it runs, or what runs is no host's
+        return overview  # it is loaded, or the llama-server that runs has only one model
     said = [{"role": "user", "content": "Hello."}]
     body = msgspec.json.encode({"model": model, "messages": said, "max_tokens": 1})
-    server.ask("POST", "/v1/chat/completions", dict[str, Any], body=body, headers=_NOT_KEPT)
-    return proxy.told()
+    server.ask("POST", "/v1/chat/completions", Json, body=body, headers=_NOT_KEPT)
+    return proxy.overview()
 
 
 def _short_context(n_ctx: int) -> str:
-    """Return a warning if most agents' first prompt does not fit: OpenCode then compacts for ever."""
+    """Return a warning if the first prompt of most agents does not fit: OpenCode then compacts for ever."""
     if n_ctx >= _USUAL_CONTEXT:
         return ""
     short = f"A slot has {n_ctx:,} tokens, too few for the first prompt of most agents"
@@ -154,7 +151,7 @@ def written(path: Path, content: dict[str, Any]) -> str:
 
 
 def merged(there: Any, content: Any) -> Any:
-    """Return *there* with the content merged in; a list item replaces the one with the same name."""
+    """Return *there* with the content merged in; a list item replaces the item of the same name."""
     if isinstance(there, dict) and isinstance(content, dict):
         return there | {name: merged(there.get(name), value) for name, value in content.items()}
     if isinstance(there, list) and isinstance(content, list):
@@ -217,7 +214,7 @@ def _backup(path: Path) -> Path:
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write a file whole; only the owner may read a new one, because it may hold a key."""
+    """Write a file in one step; only its owner may read a new file, because it may hold a key."""
     real = path.resolve()
     with replacing(real, real.with_name(f".{path.name}.new")) as file:
         if real.exists():
@@ -234,7 +231,7 @@ def _agree(path: Path, before: str, after: str) -> None:
 
 
 def _try(server: RunningProxy, api: str, model: str) -> tuple[int, int]:
-    """Send two requests as the client would; return the second's prompt tokens and reused tokens."""
+    """Send two requests as the client would; return prompt tokens and reused tokens of the second one."""
     said: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
     of_responses = api == "/v1/responses"
@@ -242,7 +239,7 @@ def _try(server: RunningProxy, api: str, model: str) -> tuple[int, int]:
     for words in (f"Try {secrets.token_hex(4)}. {_LONG_WORDS}", "Go on."):
         said += [{"role": "user", "content": words}]
         body = msgspec.json.encode({"model": model, names[0]: said, names[1]: 1})
-        usage = server.ask("POST", api, dict[str, Any], body=body, headers=_NOT_KEPT)["usage"]
+        usage = server.ask("POST", api, Json, body=body, headers=_NOT_KEPT)["usage"]
         answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")

@@ -43,12 +43,12 @@ def stats(proxy: command.RunningProxy) -> None:
     Today began at midnight, or when a proxy first used the directory. `ls` lists the stored checkpoints;
     /metrics has all numbers.
     """
-    overview = proxy.told()
+    overview = proxy.overview()
     command.answer(overview, command.table_of(stats_rows(overview)))
 
 
 def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines that the live page shows above its requests."""
+    """Yield the facts that the live page shows above its requests, each with its name."""
     since = datetime.fromisoformat(overview["since"]).astimezone()
     yield "the proxy", f"is {overview['state']} since {since:%Y-%m-%d %H:%M}"
     for why in overview["reasons"]:
@@ -99,8 +99,8 @@ def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
     by = f"  by {_visible(request.server)}" if request.server else ""
-    # The cause decides: a miss may have reused something, and a first sight is no miss. Nor is a request
-    # that has reused all of the few tokens that its conversation had.
+    # The cause decides: a miss may have reused something, and a first sight is no miss. A request that has
+    # reused all of the few tokens that its conversation had is a hit, too.
     others = {Cause.FIRST_SIGHT: "new", Cause.REFUSED: f"refused (status {request.status})"}
     named = "miss" if request.cause.is_miss else others.get(request.cause, request.outcome)
     named = "hit" if (named, request.cause) == ("miss", Cause.HIT) else named
@@ -264,7 +264,7 @@ def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
 
     is_default = "slot_save_path" not in merge_settings(flags, os.environ, config)
     settings = command.settings_of(flags, config, "any" if is_default else "given")
-    configure_logging("critical", "console")  # the report has what an attach would log
+    configure_logging("critical", "console")  # the report says what an attach would log
     setup = _until_interrupted(examine(settings, model=model or "", is_default=is_default))
     command.answer(json_report(setup), report(setup))
     sys.exit(exit_status(findings_of(setup)))
@@ -277,7 +277,7 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
         if (task := asyncio.current_task()) is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         said = "attaching, and trying out states of up to 4,400 tokens"
-        with Console(stderr=True).status(said):  # shows nothing but on a terminal
+        with Console(stderr=True).status(said):  # shows it on a terminal only
             return await examination
 
     try:

@@ -54,13 +54,13 @@ def serve(config: Path | None, **flags: Any) -> None:
 
 
 RunServer = Callable[[process.IsReady, str], Coroutine[Any, Any, str]]
-"""Runs llama-server, and logs the text once it is ready; returns how llama-server ended by itself."""
+"""Runs llama-server, logs the given text once it is ready, and returns how llama-server ended by itself."""
 
 
 def _serve(
     settings: Settings, run_server: RunServer | None = None, launch: Launch | None = None
 ) -> str | None:
-    """Serve until a signal stops it, or llama-server ends by itself; return how that was."""
+    """Serve until a signal, or until llama-server ends by itself; return how llama-server ended."""
     # All of the proxy: other commands start sooner without it.
     import uvloop
 
@@ -69,7 +69,7 @@ def _serve(
     allow_files()
     try:
         with configure_logging(settings.log_level, settings.log_format):
-            serving = _serve_until_told(settings, run_server, launch)
+            serving = _serve_until_stopped(settings, run_server, launch)
             return uvloop.run(serving, loop_factory=EventLoop)
     except (StoreLocked, OSError) as error:
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
@@ -91,13 +91,13 @@ def allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _serve_until_told(
+async def _serve_until_stopped(
     settings: Settings, run_server: RunServer | None, launch: Launch | None
 ) -> str | None:
     """Run the proxy as `_serve` says; raises as run_proxy does."""
     from proxy.app import run_proxy
 
-    is_told, log = told_to_stop(), get_logger("main")
+    stopping, log = stop_on_signals(), get_logger("main")
     running: asyncio.Task[str] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
@@ -106,11 +106,11 @@ async def _serve_until_told(
             listeners = _listeners(settings, proxy)
             says = f"serving {settings.upstream}: {listeners}"
             log.info("serving", **of, says="" if run_server else says)
-            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(is_told.wait())}
+            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.wait())}
             if run_server is not None:
 
                 async def is_ready() -> bool:
-                    return await proxy.pool.are_met() and not is_told.is_set()
+                    return await proxy.pool.are_met() and not stopping.is_set()
 
                 keeps_running = run_server(is_ready, f"ready: {listeners}")
                 running = asyncio.ensure_future(keeps_running)
@@ -118,10 +118,10 @@ async def _serve_until_told(
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
-                if not is_told.is_set() or (task := asyncio.current_task()) is None:
+                if not stopping.is_set() or (task := asyncio.current_task()) is None:
                     raise
-                task.cancel()  # told twice at once: the second time cuts the wait that comes next
-            if is_told.is_set():
+                task.cancel()  # two signals at once: the second one cuts the next wait short
+            if stopping.is_set():
                 n_requests = len(proxy.shared.journal.in_flight)
                 first = [f"finishing requests ({n_requests})"] * bool(n_requests)
                 steps = first + ["saving slots"] * any(p.is_caching for p in proxy.pool.processes)
@@ -140,30 +140,30 @@ async def _serve_until_told(
     return None
 
 
-def told_to_stop() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
     """Return an event that SIGINT, SIGTERM or SIGHUP sets.
 
     Each further SIGINT or SIGTERM cancels the task that called this: the current wait is cut short, and the
-    next step of the shutdown begins. A terminal that is closed sends SIGHUP twice: nobody is in a hurry.
+    next step of the shutdown begins. A further SIGHUP does nothing: a terminal that is closed sends two.
     """
-    told, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    stopping, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
 
-    def tell() -> None:
-        if not told.is_set():
-            told.set()
+    def stop() -> None:
+        if not stopping.is_set():
+            stopping.set()
         elif task is not None:
-            get_logger("main").warning("told again: not waiting any longer")
+            get_logger("main").warning("another signal: not waiting any longer")
             task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, told.set if number == signal.SIGHUP else tell)
-    return told
+            loop.add_signal_handler(number, stopping.set if number == signal.SIGHUP else stop)
+    return stopping
 
 
 def _listeners(settings: Settings, proxy: "Running") -> str:
-    """Return the addresses of the proxy for clients and people, in words; the ports are those bound."""
+    """Return what `run` and `serve` say once they listen: the addresses, with the ports really bound."""
     bound = (settings.listen, proxy.port), (settings.admin, proxy.admin_port)
     clients, page = (f"{reachable(a).rpartition(':')[0]}:{port}" for a, port in bound)
     where = "" if settings.admin == SCHEMA["admin"]["default"] else f" --admin {page}"
@@ -266,7 +266,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     ours = {f"--{name.replace('_', '-')}" for name in (*NAMES, "config", "restart")} - known
     flags = [argument.partition("=")[0] for argument in arguments if options]
     launch.conflicts += [f"{f} is for the proxy: put it before `--`" for f in flags if f in ours]
-    # What `run` adds would be taken for its value.
+    # The flags that `run` adds behind it would be taken for its value.
     empty = {option.written for option in given.values() if not option.value}
     launch.conflicts += [f"{last} needs a value" for last in flags[-1:] if last in empty]
     if not options:  # such as for an environment variable that it cannot read
@@ -296,7 +296,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     api_key = merged.get("upstream_api_key")
     api_key = launch.api_key if api_key is None else api_key
     try:
-        if not directory.exists():  # what is there may be a file: the settings say so
+        if not directory.exists():  # if it is a file, the settings refuse it
             directory.mkdir(mode=0o700, parents=True)
         if launch.api_key_file and api_key is None:
             # One key on each line; # begins a comment.

@@ -60,9 +60,9 @@ def ls(store: command.Store, name: str | None, shows_all: bool) -> None:
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
-    """Add the children of a node, the last used first, and at most *n_shown* under each node.
+    """Add the children of a node of this *level*, the last used first; at most *n_shown* of them.
 
-    The levels are those of a parent's id: 0 is the namespace.
+    The levels are the parts of a checkpoint's `parent`: 0 is the namespace, 1 the header, 2 the session.
     """
     if level == _N_LEVELS:
         for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
@@ -87,12 +87,12 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
 
 
 def _title(level: int, checkpoints: Checkpoints) -> str:
-    """Return a node's name for people, short enough for its size and age in 80 columns."""
+    """Return a node's name for people, so short that its size and age fit behind it in 80 columns."""
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
     if level == 0:
         return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
-        if newest.n_header_tokens <= 1:  # the first token is that of every prompt
+        if newest.n_header_tokens <= 1:  # every prompt begins with the same first token
             # With one slot and full attention no header is looked for: nothing depends on it.
             return "no header" if newest.n_header_tokens else "headers not told apart"
         client = "warmed header" if newest.client == OWN_CLIENT else newest.client or "header"

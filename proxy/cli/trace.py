@@ -1,7 +1,7 @@
 """`llama-prefix-cache trace` and `bench`: traces, which are requests without their texts.
 
-`trace` exports, shows and replays a trace. `bench` replays one of its own, and writes the figures of this
-machine into a file that can be given away.
+`trace` exports, shows and replays a trace. `bench` replays a trace that it makes, and writes the figures of
+this machine into a file for the project.
 """
 
 import re
@@ -198,11 +198,10 @@ def trace_in_words(trace: Sequence[TracedRequest]) -> dict[str, str]:
 
 
 def texts_of(trace: Sequence[TracedRequest]) -> dict[int, int]:
-    """Return, by the number of each partial last block, the number of the block with whose text it begins.
+    """Return for each partial last block the number of the block whose text it begins with.
 
-    That is the block that takes the partial block's place in a later prompt: the next prompt of a
-    conversation mostly goes on inside the last block of this prompt. A partial block that no other block
-    replaces has a text of its own.
+    The next prompt of a conversation mostly goes on inside the last block of this prompt: there another
+    block takes the place of the partial one. A partial block that no block replaces has a text of its own.
     """
     text_of: dict[int, int] = {}
     next_behind: dict[int, int] = {}
@@ -265,9 +264,9 @@ def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: A
     numbers, the model's name, and the figures of each request; no text, path or key. Look at the report
     before you send it.
     """
-    told = proxy.told()
-    server = proxy.clients_side(told, **clients)
-    model, servers = server.model_that_runs(told)
+    overview = proxy.overview()
+    server = proxy.for_clients(overview, **clients)
+    model, servers = server.model_that_runs(overview)
     trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
     figures = send_all(trace, server, model["id"])
     last = proxy.ask("GET", "/requests", dict[str, Any], query={"limit": str(len(trace))})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy.cli.serve import _serve_until_told
+from proxy.cli.serve import _serve_until_stopped
 from proxy.core.slots import TAINTED, Empty
 from proxy.log import configure_logging
 from proxy.servers import server as lifecycle
@@ -353,7 +353,7 @@ async def test_second_signal_counts_that_comes_with_the_first(
     monkeypatch.setattr("proxy.app.run_proxy", run_proxy)
     settings = Settings(slot_save_path=str(tmp_path), listen=":0")
     with configure_logging("info", "console"):
-        serving = asyncio.ensure_future(_serve_until_told(settings, None, None))
+        serving = asyncio.ensure_future(_serve_until_stopped(settings, None, None))
         await asyncio.sleep(0.1)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
@@ -388,5 +388,5 @@ async def test_llama_server_is_not_called_ready_behind_the_signal(
         await until(lambda: len(are_ready) == 2)
 
     monkeypatch.setattr("proxy.app.run_proxy", run_proxy)
-    await _serve_until_told(Settings(slot_save_path=str(tmp_path)), run_server, None)
+    await _serve_until_stopped(Settings(slot_save_path=str(tmp_path)), run_server, None)
     assert are_ready == [True, False]

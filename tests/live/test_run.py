@@ -252,7 +252,7 @@ def test_terminal_that_is_closed_cuts_nothing_short(new_run: StartRun) -> None:
         run.send(signal.SIGHUP)
         assert asked.result()["tokens_predicted"] == 1500
         assert run.ended() == 0
-    assert "told again" not in run.log_text()
+    assert "another signal" not in run.log_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -210,7 +210,7 @@ def test_client_of_a_proxy_without_a_model_is_told_what_is_missing(capsys: Captu
     reason = {"reason": "llama-server does not answer.", "cure": "Start llama-server."}
     told = {"servers": [], "listen": ":8081", "reasons": [reason], "state": "forwarding"}
     with pytest.raises(SystemExit):
-        RunningProxy("127.0.0.1:1").clients_side(told, None, "none")
+        RunningProxy("127.0.0.1:1").for_clients(told, None, "none")
     assert "answer. Start llama-server." in capsys.readouterr().err
 
 

@@ -238,8 +238,8 @@ def test_only_a_model_that_a_host_does_not_run_is_loaded(
         return {"data": [{"id": "coder"}, {"id": "other"}]}
 
     monkeypatch.setattr(RunningProxy, "ask", ask)
-    proxy, told = RunningProxy("127.0.0.1:1"), {"servers": [{"name": running}]}
-    _with_model(proxy, proxy, told, "coder")
+    proxy, overview = RunningProxy("127.0.0.1:1"), {"servers": [{"name": running}]}
+    _with_model(proxy, proxy, overview, "coder")
     assert ("POST" in asked) is is_loaded
 
 
@@ -253,7 +253,7 @@ def test_slot_that_is_too_small_for_an_agent_is_told(
         "listen": "127.0.0.1:8081",
         "reasons": [],
     }
-    monkeypatch.setattr(RunningProxy, "told", lambda _: told)
+    monkeypatch.setattr(RunningProxy, "overview", lambda _: told)
     chosen = {"id": "local-model"}, told["servers"]
     monkeypatch.setattr(RunningProxy, "model_that_runs", lambda *_: chosen)
     result = CliRunner().invoke(main, ["connect", "opencode"])
