@@ -73,8 +73,7 @@ def connect(
     if (write or undo) and not (file or usual):
         fail(f"{name} has no file to write: set what `connect {name}` prints", Exit.USAGE)
     if undo:
-        _undo(own)
-        return
+        return _undo(own)
     overview, api_key = proxy.overview(), api_key or "none"  # many clients refuse an empty one
     server = proxy.for_clients(overview, url, api_key)
     overview = _with_model(proxy, server, overview, model) if model else overview

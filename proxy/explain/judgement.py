@@ -1,7 +1,7 @@
 """What a request reused, and why no more: decided from its plan and from known prompts. Pure."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,11 +24,12 @@ _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOT
 
 @dataclass
 class Account:
-    """Adds up the replies to one request: those at its stops, then its own.
+    """Adds up llama-server's replies to one request: first those at its stops, then its own.
 
     Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
-    `failure` says what failed, if that cost the request its reuse. `saved_seconds` is how long evaluating
-    the reused tokens would have taken at the measured speeds, less the restore; None without speeds.
+    `failure` says what failed, if the request reused less because of it. `saved_seconds` is how long
+    evaluating the reused tokens would have taken at the measured speeds, less the restore; None if no speed
+    was measured.
     """
 
     plan: Plan
@@ -44,7 +45,7 @@ class Account:
     prepared_seconds: float = 0.0
 
     def add(self, timings: Timings, rates: Rates) -> None:
-        """Add a reply; the *rates* tell the time of one that does not, as those of /v1/messages."""
+        """Add a reply; if it tells no time, as those of /v1/messages, the time is estimated by *rates*."""
         if self.n_reused is None:
             self.n_reused = timings.cache_n
         self.n_evaluated += timings.prompt_n
@@ -54,7 +55,7 @@ class Account:
         self.evaluation_seconds += seconds
 
     def value(self, rates: Rates, fetch_seconds: float) -> None:
-        """Note the seconds that the reuse saved, if speeds were measured; a fetch came before it."""
+        """Note the seconds that the reuse saved, less those of a fetch, if speeds were measured."""
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
@@ -62,12 +63,12 @@ class Account:
             self.saved_seconds = round(saved_seconds, 4) + 0.0  # no minus zero
 
     def move(self, plan: Plan) -> None:
-        """Go on by another plan; the next reply tells what the slot held before."""
+        """Change to another plan; the next reply tells what the slot held before."""
         self.plan, self.n_reused = plan, None
 
     @property
     def n_expected(self) -> int:
-        """How many tokens an answer that begins now reuses, by llama-server's word or by the plan."""
+        """How many tokens an answer that begins now reuses: as llama-server said, else as planned."""
         if self.n_reused is not None:
             return self.n_reused
         is_refused = self.is_degraded and self.failure is Cause.RESTORE_REFUSED
@@ -103,7 +104,7 @@ class Account:
 
     @property
     def n_restored(self) -> int:
-        """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
+        """How many tokens were reused because a restore brought them back, as the reply confirms."""
         is_restored = self.plan.start.restored is not None and not self.is_degraded
         return (self.n_reused or 0) if is_restored else 0
 
@@ -189,9 +190,9 @@ def diagnostics(route: Route, judgement: Judgement, n_reused: int) -> dict[str, 
 class Past:
     """The facts about a new prompt that known prompts give.
 
-    Its first `n_common` tokens were evaluated before. Without a change by the client, that would hold for
-    its first `n_like` tokens. `loss` says why their state is gone, if that was noted, and `is_same` whether
-    they are of the same conversation.
+    Its first `n_common` tokens were evaluated before; without a change by the client, its first `n_like`
+    tokens would have been. `loss` says why the state of the known tokens is gone, if that was noted.
+    `is_same` says whether the compared prompt is of the same conversation.
     """
 
     n_common: int = 0
@@ -206,7 +207,7 @@ def judge(served: Account, rule: Rule, past: Past, change: Change | None) -> Jud
     There are four kinds of causes, considered in this order: 1. a failure; 2. a lost state, which no slot
     and no file has; 3. a change by the client or the template; 4. the plan of the request.
     """
-    n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
+    n_known, n_reused, plan = _n_known(served, past.n_common), served.n_reused or 0, served.plan
     n_unused = n_known - n_reused
     if plan.why is Why.NOT_WANTED:
         return Judgement(Cause.NOT_LOOKED_UP)
@@ -231,33 +232,34 @@ def judge_prompt(
 ) -> Judgement:
     """Return why *served*, the request of a *new* prompt, reused no more.
 
-    The nearest known prompt shares the most tokens; the compared one is mostly of its conversation.
+    Of the *matches*, the nearest prompt shares the most tokens; the compared prompt is mostly the last one
+    of the same conversation.
     """
     nearest, compared = matches
     n_stored = served.plan.n_shared - SLACK_TOKENS
     if compared and not compared.is_same_conversation and compared.n_common < n_stored:
-        compared = None  # what is left of this conversation says more than another one
+        compared = None  # the stored state of this conversation says more than another conversation
     n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
     is_same = compared is not None and compared.is_same_conversation
-    past, change, where = Past(0, n_like, is_same=is_same), None, Divergence()
+    n_common, loss, change, where = 0, NO_LOSS, None, Divergence()
     if nearest is not None:
-        loss, (process_id, slot_id) = nearest.known.loss, nearest.known.slot
+        n_common, loss = nearest.n_common, nearest.known.loss
+        process_id, slot_id = nearest.known.slot
         if loss is NO_LOSS and process_id not in leased:
-            loss = Cause.RESTART, nearest.n_common
+            loss = Cause.RESTART, n_common
         elif loss is NO_LOSS and process_id != new.slot[0] and slot_id in leased[process_id]:
-            loss = Cause.IN_USE, nearest.n_common
-        past = replace(past, n_common=nearest.n_common, loss=loss)
-    n_unused = max(_n_known(served, past), n_like) - (served.n_reused or 0)
+            loss = Cause.IN_USE, n_common
+    n_unused = max(_n_known(served, n_common), n_like) - (served.n_reused or 0)
     if compared is not None and served.failure is None and n_unused > SLACK_TOKENS:
         if change := _change(new, compared):
             cause, where = change
             if where.message == len(new.sketch.messages) - 1 and cause is not Cause.SESSION:
-                # All behind a change in the newest message is new, unless a client put an id in front.
-                past = replace(past, n_like=compared.n_common)
+                # Behind a change in the newest message all is new, unless a client put an id before it.
+                n_like = compared.n_common
             elif not is_same and where.part in HEADER:
-                past = replace(past, n_like=min(n_like, served.plan.cuts.header or n_like))
+                n_like = min(n_like, served.plan.cuts.header or n_like)
     return msgspec.structs.replace(
-        judge(served, rule, past, change),
+        judge(served, rule, Past(n_common, n_like, loss, is_same), change),
         divergence=where if where.part is not PromptPart.NOWHERE else None,
         is_same_conversation=is_same,
     )
@@ -274,9 +276,9 @@ def _change(new: KnownPrompt, compared: Match) -> Change | None:
 
 
 def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:
-    """Return what people read of the *compared* prompt, or of a state that shares more: *n_shared* tokens.
+    """Return the *compared* prompt as operators see it, or a stored state that shares more tokens.
 
-    The request was planned at *planned_at*, by the monotonic clock.
+    The state shares *n_shared* tokens. The request was planned at *planned_at*, by the monotonic clock.
     """
     if compared is None or compared.n_common < n_shared - SLACK_TOKENS:
         return Nearest(n_common=n_shared) if n_shared else None
@@ -289,9 +291,9 @@ def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Near
     )
 
 
-def _n_known(served: Account, past: Past) -> int:
-    """Return how many tokens were evaluated before; llama-server always evaluates the last one anew."""
-    return min(max(past.n_common, served.plan.n_shared), served.n_prompt - 1)
+def _n_known(served: Account, n_common: int) -> int:
+    """Return how many tokens were evaluated before; llama-server evaluates the last one every time."""
+    return min(max(n_common, served.plan.n_shared), served.n_prompt - 1)
 
 
 def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:

@@ -30,10 +30,11 @@ NO_LOSS: Loss = (None, 0)
 
 @dataclass(eq=False)
 class KnownPrompt:
-    """A prompt that was evaluated in `slot`: the llama-server process and the slot's number.
+    """The prompt of a request that has ended.
 
-    `ended_at` is when that request ended, by the monotonic clock. `ids` are those of the requests whose
-    prompts this prompt begins with, the newest last. `loss` says whether its state was lost since.
+    `slot` is where it was evaluated: the llama-server process and the slot's number. `ended_at` is when the
+    request ended, by the monotonic clock. `ids` are those of the requests whose prompts this prompt begins
+    with, the newest last. `loss` says whether its state was lost since.
     """
 
     namespace: Namespace
@@ -56,7 +57,7 @@ class KnownPrompt:
 
     @cached_property
     def keys(self) -> frozenset[int]:
-        """The keys of the prompt's conversation; making the keys reduces the request to its sketch."""
+        """The keys of the prompt's conversation. Once they are made, only the request's sketch is kept."""
         self.rendering.reduce()
         return frozenset(self.sketch.conversation_keys(self.namespace))
 
@@ -96,7 +97,7 @@ class KnownPrompts:
         self._by_key: dict[int, KnownPrompt] = {}
         self._keyless: list[KnownPrompt] = []
         self.size_bytes = 0
-        """About the size of all prompts; the requests that keyless ones still hold are not counted."""
+        """About the size of all prompts, without the requests that those without keys still hold."""
 
     def newest(self) -> list[KnownPrompt]:
         """Return a new list of all known prompts, the newest first."""
@@ -106,14 +107,14 @@ class KnownPrompts:
         """Return the last prompt of a slot if a new prompt continues it there and all of it is reused.
 
         The first *n_reused* tokens were compared when the request was planned. Only the last of them are
-        compared again here: another prompt may have been in the slot meanwhile. None if another known
-        prompt may share more.
+        compared again here, because another prompt may have been in the slot meanwhile. Returns None if
+        another known prompt may share more.
         """
         in_slot = (known for known in reversed(self._known) if known.slot == new.slot)
         last, end = next(in_slot, None), n_reused + SLACK_TOKENS
         if last is None or last.namespace != new.namespace:
             return None
-        # Another prompt has the same few tokens up to there, and the next one.
+        # A prompt that shares more has the same few tokens before `end`, and the same token behind it.
         place = slice(end - SLACK_TOKENS, end + 1)
         few, longer = new.tokens[place], (k for k in self._known if len(k.tokens) > end)
         if any(known.tokens[place] == few for known in longer):
@@ -128,12 +129,12 @@ class KnownPrompts:
         """Return the nearest known prompt, and the prompt to compare a new one with.
 
         *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:
-        1. The prompt continues the last prompt of its conversation, which is both.
-        2. The nearest prompt is of the same conversation, too: it is the one to compare.
+        1. The new prompt continues the last prompt of its conversation: that one is both.
+        2. The nearest prompt is of the same conversation: it is compared.
         3. The nearest prompt is of another conversation: the last prompt of this conversation is compared.
-           If the nearest prompt ended later, shares more and has the same first message, it began this
+           But if the nearest prompt ended later, shares more and has the same first message, it began this
            conversation anew, and is compared instead.
-        4. No request of the conversation had ended: the nearest prompt is compared.
+        4. No request of this conversation had ended: the nearest prompt is compared.
         """
         for known in self._keyless:  # the oldest first
             self._by_key.update(dict.fromkeys(known.keys, known))
@@ -203,7 +204,7 @@ def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
     nearest, n_common, next_token = None, 0, tokens[0]
     for known in newest:
         others = known.tokens
-        # One token rules out most prompts: a longer common prefix must have it.
+        # One token rules out most prompts: a longer common prefix must have this token at this place.
         if n_common < len(others) and others[n_common] == next_token:
             n_tokens = common_prefix_length(others, tokens)
             if n_tokens > n_common and known.namespace == new.namespace:

@@ -1,6 +1,6 @@
 """Reporting each generation request once it has ended: a log line, counts, and an explanation.
 
-*Inquiry* finds out why a request reused no more. *Report* logs, counts and records it. *Journal* remembers
+*Inquiry* finds out why a request reused no more. *Report* logs and counts the request. *Journal* remembers
 the last requests, in memory only.
 """
 
@@ -115,7 +115,7 @@ class Journal:
         return text if self.keep == "text" else ""
 
     def note_chat(self, request: "Request") -> None:
-        """Note, once, what a request that has a conversation is to it."""
+        """Set the kind of a request: its role in its conversation, if its messages were read."""
         if request.kind or request.conversation is None or request.chat is None:
             return
         fields, words = request.chat.fields, self.shown(request.words)
@@ -167,7 +167,7 @@ class Journal:
     def with_costs(self, found: views.Explanation) -> views.Explanation:
         """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept.
 
-        Of a prompt that nothing known begins like, no part is called new.
+        If no known prompt begins alike, no part is marked as new.
         """
         known, nearest = self.prompts.find(found.request.id), found.nearest
         if known is None or not (n_prompt := found.request.n_prompt):
@@ -198,8 +198,8 @@ _Found = tuple[Judgement, KnownPrompt, Matches]
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
-    An inquiry is made when the request has been planned: prompts that other requests evaluate later could
-    not be reused. A request that continues in the slot of its conversation is not compared.
+    An inquiry is made when the request has been planned: it does not count prompts that other requests
+    evaluate later. A request that continues in the slot of its conversation is not compared.
     """
 
     def __init__(self, process: "Process", prompt: Prompt, body: GenerationBody) -> None:
@@ -257,9 +257,10 @@ class Inquiry:
         return found
 
     def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
-        """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more.
+        """Return the judgement, or OTHER_KEY if states of another API key have more of the prompt.
 
-        Only for operators: the client must not learn what another key has sent.
+        It replaces only a judgement that explains nothing, and only operators see it: the client must not
+        learn what the users of another key have sent.
         """
         n_reused = account.n_reused or 0
         is_open = judgement.cause in (Cause.HIT, Cause.FIRST_SIGHT)
@@ -298,7 +299,7 @@ class Report:
             named = asked_comparison(route, request.body) if request.body else None
             if named is None:
                 return Told(header)
-            # The first request of a conversation asks, too, but names no answer.
+            # The first request of a conversation asks for diagnostics, too, but names no earlier answer.
             found = diagnostics(route, foreseen, n_reused) if named else None
             return Told(header, msgspec.json.encode(found))
         except Exception as error:
@@ -309,7 +310,7 @@ class Report:
         self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
     ) -> None:
         """Report a request that was not looked up, and *why*, once its answer was relayed."""
-        # What was planned, for a prompt that could not be read then, says nothing of this one.
+        # If the request was planned before its prompt was read, the plan says nothing of this prompt.
         request.why, request.account = why, None
         cause = Cause.TOKENIZED_OTHERWISE if why == TOKENIZED_OTHERWISE else Cause.NOT_LOOKED_UP
         self.answered(request, Judgement(cause), outcome)
@@ -317,7 +318,7 @@ class Report:
     def answered(
         self, request: "Request", judgement: Judgement, outcome: Outcome = Outcome.BYPASS
     ) -> None:
-        """Report a request once its answer was relayed; its account, if it has one, tells the *outcome*."""
+        """Report a request once its answer was relayed; *outcome* counts if the request has no account."""
         answer, account, facts = request.answer, request.account, {"why": request.why}
         assert answer is not None
         if account is not None:
@@ -416,7 +417,7 @@ class Report:
         )
 
     def described(self, request: "Request") -> dict[str, Any]:
-        """Return what people know a request by."""
+        """Return the fields by which people recognize a request."""
         words = request.words
         tells_apart = repr((request.tenant, request.session, words)).encode()
         return {

@@ -22,10 +22,10 @@ _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "too
 _LONG_BYTES = 200
 _N_TITLE, _LOOKED_AT = 60, 400
 """The most characters of a title, and of the text that the title is made from."""
-_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Controls, ends of lines, turns of the writing direction, and halves of characters.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line ends, changes of the writing direction, and halves of characters.
 
-`isprintable` also denies what joins emoji, the space of Chinese and Japanese, and emoji newer than Python.
+Not `isprintable`, which also refuses the joiners of emoji, the Chinese and Japanese space, and new emoji.
 """
 
 
@@ -107,7 +107,7 @@ def first_difference(new: Sketch, old: Sketch) -> int | None:
 class Cost(msgspec.Struct, frozen=True):
     """The estimated tokens of a part of a prompt: the tool called `name`, or the `message` of that number.
 
-    `is_changed` says that the prompt compared with the request's prompt has another or no part there.
+    `is_changed` says that the compared prompt has another part there, or none.
     """
 
     part: PromptPart
@@ -194,12 +194,12 @@ def said_in(fields: dict[str, Any]) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text without what a terminal obeys."""
-    return _OBEYED.sub("�", text)
+    """Return a text without characters that change what a terminal does."""
+    return _CONTROLS.sub("�", text)
 
 
 def shortened(text: str, n_characters: int) -> str:
-    """Return a text, cut off if it is longer than *n_characters*, without what a terminal obeys."""
+    """Return a text as `visible` does, cut off if it is longer than *n_characters*."""
     shown = visible(text[: n_characters + 1])
     return shown if len(shown) <= n_characters else shown[: n_characters - 1].rstrip() + "…"
 
