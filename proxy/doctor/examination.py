@@ -1,9 +1,9 @@
 """Finds every llama-server that `upstream` names and examines them, one after the other.
 
-It attaches to each as the proxy does, on a scratch store, and then probes it. While a proxy uses the
-directory, the examination asks only that proxy: it asks no llama-server and loads no model. At a host of
-models it loads only a model that was asked for by name, because another model may be unloaded for it. This
-module judges nothing.
+The examination attaches to each as the proxy does, with a scratch store, and then probes it. While a proxy
+uses the directory, the examination asks only that proxy: it asks no llama-server and loads no model. At a
+host of models it loads only a model that was asked for by name, because the host may unload another model
+for it. This module only collects facts; `findings` judges them.
 """
 
 import asyncio
@@ -54,12 +54,12 @@ _HEALTH_SECONDS = 10.0
 async def examine(settings: Settings, *, model: str = "", is_default: bool = False) -> Setup:
     """Return the facts about the llama-servers and the directory of *settings*.
 
-    At a host of models, examine only *model* if it is named. Where only the default directory could be
-    meant, and a proxy runs that uses another one, only that proxy is asked. A problem that a person can
-    mend is a fact, and is not raised; SettingsError is, if the proxy's own address is to be examined, or
+    At a host of models, examine only *model* if it is named. *is_default* says that no directory was given:
+    then a proxy that runs with another directory is asked in place of the default one. A problem that a
+    person can mend becomes a fact. Raises SettingsError if the proxy's own address is to be examined, or if
     there is no default directory.
     """
-    # Facts are printed; the key must not be.
+    # Facts are printed, and the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
     setup = Setup(settings=told, own_uid=os.geteuid())
     async with new_session() as session, AsyncExitStack() as stack:
@@ -192,7 +192,7 @@ async def _examine_server(
                 await _note_slots(facts, probed, server.process)
             if server.process and server.process.can_cache:
                 with _noting(facts, "what a restored state is good for could not be measured"):
-                    # The proxy itself runs the self-test only if requests contradict the rule.
+                    # The proxy itself runs this self-test only if requests contradict the rule.
                     empty = (s.id for s in server.process.slots if isinstance(s.content, Empty))
                     await measure_rule(server.process, next(empty))
                     facts.rule = server.process.rule
@@ -358,7 +358,7 @@ class ProbedServer(client.LlamaServer):
             raise errors.UpstreamRefused(409, f"slot {slot_id} may hold work")
 
     async def has_slot_save_path(self) -> bool:
-        """Return whether --slot-save-path was given, also where no slot may be saved; touches none."""
+        """Return whether --slot-save-path was given; touches no slot, as all may hold work."""
         try:
             await self._act_on_slot(SlotId(0), "none", msgspec.Raw)
         except errors.UpstreamFault as fault:

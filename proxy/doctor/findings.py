@@ -1,8 +1,8 @@
 """The facts of an examination, and the findings that doctor makes of them.
 
-Owns: the types of the facts, which the examination fills in; the findings, and the verdict over all of
-them. Pure. None in a fact always means "not known" or "not examined", never no. A condition that keeps the
-proxy from caching is reported in the words of `core.conditions`, with its cure.
+Owns: the types of the facts, which the examination fills in; the findings; and the verdict. Pure. None in
+a fact always means "not known" or "not examined", never "no". A condition that keeps the proxy from caching
+is reported in the words of `core.conditions`, with its cure.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,14 +28,14 @@ USUAL_TOKENS = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class LlamaServerFacts:
-    """One llama-server: its own description, and the results of its attach and the probes.
+    """One llama-server: what it says of itself, and the results of its attach and of the probes.
 
-    `name` is its model at a host, or its address among several; `host` is the kind of that host. `n_ctx` is
-    one slot's context in tokens. `probe_name` is the first file that it was asked to save; `probe_mode` and
-    `probe_owner_uid` are the mode and the owner of its files. `owner` is the namespace's owner.
-    `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not measured; the seconds
-    are the times of its save, its restore, and the evaluation of its tokens. `usable` checkpoints of the
-    directory are of the model that runs now.
+    `name` is its model if it belongs to a host of models, or its address if there are several; `host` is
+    the kind of that host. `n_ctx` is the context of one slot in tokens. `probe_name` is the first file that
+    it was asked to save; `probe_mode` and `probe_owner_uid` are the mode and the owner of its files.
+    `owner` is the model and tenant that its states belong to. `state_bytes` is the largest size of a state
+    of USUAL_TOKENS, 0 if that was not measured; the seconds are those of its save, of its restore, and of
+    evaluating its tokens. The `usable` checkpoints in the directory are of the model that runs now.
     """
 
     url: str
@@ -60,7 +60,7 @@ class LlamaServerFacts:
     """Slot file version and memory sections of its states; the sections are None if not understood."""
     may_have_window: bool = False
     has_drafting: bool = False
-    """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
+    """Whether its states hold the draft state of speculative decoding."""
     owner: Owner | None = None
     rule: Rule | None = None
     state_bytes: int = 0
@@ -93,10 +93,10 @@ class HostFacts:
 class Setup:
     """All facts: about the directory, a proxy that uses it, and the llama-servers and hosts of `upstream`.
 
-    A llama-server is one at an address of its own, or a loaded model of a host. `problem` says why this
+    A llama-server has an address of its own, or is a loaded model of a host. `problem` says why this
     process cannot use the directory, `index_problem` why the index in it cannot be read. `lock` is not
-    empty if a proxy uses the directory; `health` is the answer of that proxy at `settings.admin`, None if
-    no proxy answers. The settings are without the API key.
+    empty if a proxy uses the directory; `health` is what that proxy answers at `settings.admin`, None if no
+    proxy answers there. The settings are without the API key.
     """
 
     settings: Settings
@@ -172,12 +172,11 @@ def fine_unless(is_limit: bool, topic: str, text: str, cure: str) -> Finding:
     return limit(topic, text, cure) if is_limit else ok(topic, text)
 
 
-def degradation(
-    kind: DegradationKind, detail: str, here: str = "", *, may_pass: bool = False
-) -> Finding:
+def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     """Return the finding of a degradation, in the proxy's words; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
     cure = f"{kind.cure} Here: {here}" if here else kind.cure
+    may_pass = kind in PASSING or here == _AGAIN
     is_blocker = kind.leads_to is State.FORWARDING and not may_pass
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
@@ -226,9 +225,8 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
             continue  # the finding of the slots says it
         here = _cures_here(facts, path).get(each.kind, "")
-        may_pass = each.kind in PASSING or here == _AGAIN
         kind = _K.UNREACHABLE if is_silent and each.kind is _K.SILENT else each.kind
-        yield degradation(kind, each.detail, here, may_pass=may_pass)
+        yield degradation(kind, each.detail, here)
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
@@ -384,7 +382,7 @@ def _permission_finding(setup: Setup) -> Finding:
 
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
-    """Return whether another state fits on the disk; stored ones make room for it."""
+    """Return whether another state fits on the disk, if stored states are deleted for it."""
     needed = max((f.state_bytes for f in setup.llama_servers), default=0) or LEAST_FREE_BYTES
     store = (setup.health or {}).get("store") or {}
     stored_bytes = setup.used_bytes or store.get("size_bytes", 0)
@@ -466,7 +464,7 @@ def _sharing_findings(setup: Setup) -> Iterator[Finding]:
 
 
 def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
-    """Return whether something keeps two llama-servers from continuing each other's states."""
+    """Return what keeps two llama-servers from continuing each other's states; None if nothing does."""
     a, b = left.owner, right.owner
     if a is None or b is None or (a.has_same_model(b) and left.n_ctx == right.n_ctx):
         return None

@@ -86,6 +86,10 @@ _MOST_CHARS = 100_000
 """Of a first user message, so many tell its conversation from others."""
 
 
+Call = tuple[str, str]
+"""A tool call: its name, and the JSON text of its arguments."""
+
+
 def key_of(kind: str, *parts: str) -> str:
     """Return a key for the memory; parts with other boundaries give another key."""
     return kind + "/" + xxhash.xxh3_128(msgspec.json.encode(parts)).hexdigest()
@@ -118,20 +122,18 @@ class Memory:
         for key, value in lessons.items():
             self._put(key, msgspec.json.encode(value))
 
-    def remember_call(
-        self, call_id: str, name: str, raw_arguments: str, *, tenant: str = ""
-    ) -> None:
+    def remember_call(self, call_id: str, name: str, raw_arguments: str, tenant: str = "") -> None:
         """Remember a tool call as the model made it; *raw_arguments* is the JSON text of its arguments.
 
         Some templates number their calls from zero in every conversation, so that several calls can have
         the same id; the last few are kept.
         """
         call = (name, raw_arguments)
-        others = [known for known in self.calls(call_id, tenant=tenant) if known != call]
+        others = [known for known in self.calls(call_id, tenant) if known != call]
         self.learn({call_key(call_id, tenant): [*others[1 - MAX_VARIANTS :], call]})
 
-    def calls(self, call_id: str, *, tenant: str = "") -> list[tuple[str, str]]:
-        """Return the name and raw arguments of each call with this id."""
+    def calls(self, call_id: str, tenant: str = "") -> list[Call]:
+        """Return the calls with this id."""
         return [(name, raw) for name, raw in self.get(call_key(call_id, tenant)) or ()]
 
     def to_bytes(self) -> bytes:

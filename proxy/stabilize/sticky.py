@@ -25,7 +25,7 @@ from proxy.core.messages import (
 )
 from proxy.stabilize import model
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
-from proxy.stabilize.model import COUNT, Draft, Json, call_key, plain_text, with_list
+from proxy.stabilize.model import COUNT, Call, Draft, Json, call_key, plain_text, with_list
 
 # Words at the beginning of a prompt that a conversation keeps as first sent: one mechanism for dates, names
 # of sessions, counts and the texts of tools. The text around such words identifies their place. The newest
@@ -308,7 +308,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
     name, arguments = holder.get("name"), holder.get(key)
     if not isinstance(call_id, str) or not isinstance(name, str):
         return holder
-    if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
+    if made := draft.memory.calls(call_id, draft.facts.tenant):
         draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # later requests need it too
     if not isinstance(arguments, dict if is_object else str):
         return holder
@@ -320,9 +320,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
     return holder if encode(restored) == encode(holder) else restored
 
 
-def choose_call(
-    made: list[tuple[str, str]], name: str, raw_arguments: str
-) -> tuple[str, str] | None:
+def choose_call(made: list[Call], name: str, raw_arguments: str) -> Call | None:
     """Return the call of those *made* that came back changed, or None if that is not certain.
 
     A call with equal values, where only spaces and escapes differ, comes before one with known changes.
