@@ -131,9 +131,10 @@ def open_tier(settings: Settings, shared: Services) -> "Tier | None":
 
 
 def admin_token(settings: Settings) -> str | None:
-    """Return the token that the admin listener asks for, None for none; the first one is made and told.
+    """Return the token that the admin listener asks for, None if it asks for none.
 
-    Raises SettingsError as `read_admin_token`.
+    Where a token is needed and there is none yet, one is made, stored and logged. Raises SettingsError as
+    `read_admin_token`.
     """
     is_here = configuration.is_loopback(split_address(settings.admin)[0])
     if is_here and not settings.admin_token_file:
@@ -178,7 +179,7 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     # Before the first call to llama-server: another proxy may be using it, and would be disturbed.
     for address in (settings.admin, settings.listen):
         (await _bind(asyncio.Protocol, address)).close()
-    # In reverse order of leaving: stop listening, then save, then stop watching.
+    # These blocks are left in reverse order: listening stops, then slots are saved, then watching stops.
     async with shared.tier.running() if shared.tier else nullcontext(), pool.followed():
         try:
             async with (
@@ -213,7 +214,7 @@ async def _listen(
         app,
         access_log=None,
         handler_cancellation=True,
-        # It waits twice for so long: generations end at `drain_seconds`, what is left a little later.
+        # aiohttp waits twice for this time: generations end at `drain_seconds`, the rest a little later.
         shutdown_timeout=0.6 * drain_seconds + 0.1,
         auto_decompress=False,
         keepalive_timeout=IDLE_SECONDS,
@@ -250,7 +251,7 @@ async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> a
         raise
 
 
-# Gauges are set at each scrape; zero while there is nothing.
+# Gauges are set at each scrape; they are zero while there is nothing to measure.
 
 
 def set_gauges(shared: Services, pool: Pool) -> None:
@@ -289,7 +290,7 @@ def set_gauges(shared: Services, pool: Pool) -> None:
 
 
 def count_evictions(shared: Services, store: CheckpointStore) -> None:
-    """Count the checkpoints that the store removes, also those removed at its opening; tell the journal."""
+    """Count the checkpoints that the store removes or removed at its opening, and tell the journal."""
     metrics = shared.metrics
     for reason, n_removed in store.removals.items():
         metrics.evictions.labels(reason).inc(n_removed)

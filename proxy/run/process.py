@@ -3,7 +3,7 @@
 llama-server runs in a session of its own: Ctrl-C in a terminal reaches only the proxy, which saves first.
 llama-server's output is shown at level debug; otherwise the last part is kept, and shown if llama-server
 dies. No llama-server outlives the proxy, even if the proxy is killed; but one that a wrapper script starts
-without `exec` outlives a proxy that is killed, because only the script is known then.
+without `exec` outlives a proxy that is killed: only the script is killed with the proxy.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from proxy.core.launch import restart_delay_seconds
 from proxy.errors import SettingsError, in_words
 from proxy.log import get_logger
 
-# Before the start: which build is this, and is its port free?
+# Before the start: the flags that this build knows, the model's files, the CPU, and a free port.
 
 _HELP_SECONDS = 60.0
 """GPU builds load their libraries before they print the help."""
@@ -215,9 +215,9 @@ STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
 TELL_SECONDS = 20.0
-"""How often a start that takes long is told of."""
+"""While a start takes long, its progress is logged this often."""
 _STEADY_SECONDS = 60.0
-"""If a process was ready for this long, the count of failures begins at zero again."""
+"""If a process was ready for this long, failures are counted from zero again."""
 
 
 IsReady = Callable[[], Awaitable[bool]]

@@ -1,4 +1,4 @@
-"""Stabilizers that look at a single request, and bodies without the older part of their conversation.
+"""Stabilizers that need no memory of earlier requests, and bodies cut to the newer part of a conversation.
 
 The first line of a stabilizer's docstring says why the stabilizer exists, for the table in the docs.
 """
@@ -183,7 +183,7 @@ def _in_words(part: Any, line_break: str = "") -> Any:
 # system message behind the first user message, and short texts (a new date) into system messages behind
 # later messages. Strict templates refuse such messages. Templates that accept them render the first one
 # behind the user's own text, so that two sessions cannot share it; the later ones do no harm. The rewrite
-# of a message depends only on the messages before it, so that a later request is rendered alike.
+# of a message depends only on the messages before it: a later request repeats the same rewritten messages.
 
 
 def hoist_system_message(draft: Draft) -> None:
@@ -224,8 +224,8 @@ def fold_system_messages(draft: Draft) -> None:
     folded, body = list[Json](), draft.body
     others = [m.get("role") for m in draft.messages[0 if name in body else 1 :]]
     if not any(role in others for role in SYSTEM_ROLES):
-        return  # as of most requests, which may have thousands of messages
-    # In groups: to append thousands of texts one by one would take minutes.
+        return  # most requests end here, also those with thousands of messages
+    # In groups, because to append thousands of texts one by one would take minutes.
     for is_of_system, group in groupby(enumerate(draft.messages), lambda each: is_system(each[1])):
         found, n_first = [*group], not (folded or name in body)
         if is_of_system:

@@ -83,7 +83,7 @@ _OVERHEAD_BYTES = 250
 MAX_VARIANTS = 8
 _N_SYSTEM_PROMPTS = 64
 _MOST_CHARS = 100_000
-"""Of a first user message, so many tell its conversation from others."""
+"""Only so much of the first user message identifies a conversation."""
 
 
 Call = tuple[str, str]
@@ -182,12 +182,12 @@ class Marks:
     end: str
     end_before_calls: str
     writes_empty: bool = False
-    """Whether both also stand before an answer without reasoning, while its turn is running."""
+    """Whether an answer without reasoning also has both before it, while its turn is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """Facts about the server and the client, beside the body."""
+    """Facts about the chat template and the client that are not in the body."""
 
     accepts_late_system: bool | None = None
     """Whether the template renders system messages in mid-conversation; None if unknown."""
@@ -313,10 +313,9 @@ class Draft:
         self.messages = first + messages[n:]
 
     # A conversation is identified by its system prompt without changing parts (dates, names of sessions,
-    # counts), and by the user's first own text without dates: agents may put their surroundings into a
-    # message before. The client's own name for the session distinguishes conversations that begin alike.
-    # The key is made when a stabilizer first needs the key, so that the changes of later stabilizers make
-    # no difference.
+    # counts), by the first text that the user wrote, without dates (agents may put their surroundings into
+    # a message before it), and by the client's own name for the session. The key is made when a stabilizer
+    # first needs it: what later stabilizers change makes no difference to it.
 
     @cached_property
     def _conversation(self) -> str:
@@ -344,7 +343,7 @@ class Draft:
         said = self.body.get(self.list_name)
         users = (m.get("content") for m in self.messages if m.get("role") == "user")
         texts = map(_text_in, [said] if isinstance(said, str) else users)
-        # A message without text is the first one, too: the next may not change the key.
+        # A first message without text counts as well: a later message must not change the key.
         return next((own for text in texts if (own := without_reminders(text)) or not text), "")
 
 

@@ -28,9 +28,9 @@ from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendere
 from proxy.stabilize.model import COUNT, Call, Draft, Json, call_key, plain_text, with_list
 
 # Words at the beginning of a prompt that a conversation keeps as first sent: one mechanism for dates, names
-# of sessions, counts and the texts of tools. The text around such words identifies their place. The newest
-# user message tells the model the present words, and later requests repeat that text in the same message:
-# so the model knows the words, and no part of the prompt that was sent before changes.
+# of sessions, counts and the texts of tools. A place is known again by the text around its words. If the
+# words have changed, a reminder in the newest user message tells the model the present ones, and later
+# requests repeat this reminder in the same message: no part of the prompt that was sent before changes.
 
 _MASK = "…"
 _TOOL_TEXT = re.compile(r"(?s)\A.+\Z")
@@ -39,21 +39,21 @@ _LINE_WITH_COUNT = re.compile(rf"(?m)^.*?(?:{COUNT.pattern}).*$")
 
 
 _Told = tuple[int, str, dict[str, str]]
-"""The number of a message, the text behind it that told the model, and the words of the places that
-differed from their first words then."""
+"""The index of a message, the reminder that was put behind it, and the present words in that reminder, by
+their places."""
 
 
 class _Changing(NamedTuple):
-    """A kind of words that change: how they are found, and the text around them."""
+    """A kind of words that change: the pattern that finds them, and the text around them."""
 
     name: str
     pattern: re.Pattern[str]
     around: Callable[[re.Match[str]], str]
     is_shared: bool = False
-    """Whether conversations share places. If the words of two conversations differ, later ones show only
-    the text around the words, because the model might use the words of another session by mistake."""
+    """Whether conversations share places. If two conversations have other words at a place, later ones show
+    only the text around it: the model might use the words of another session by mistake."""
     is_told: bool = True
-    """Whether the newest user message tells the model the present words."""
+    """Whether a reminder tells the model the present words."""
 
 
 _DATES = _Changing("date", model.DATE, lambda found: found["words"])
@@ -97,7 +97,7 @@ def _find(kind: _Changing, tenant: str, where: str, text: str) -> list[tuple[int
 
 
 class _Holding:
-    """One kind of words that a request keeps as first sent."""
+    """Replaces one kind of words in a request by those that its conversation sent first."""
 
     def __init__(self, draft: Draft, kind: _Changing) -> None:
         self._draft = draft
@@ -105,9 +105,9 @@ class _Holding:
         self._key = draft.key(f"held {kind.name}")
         held = draft.recall(self._key) or {"first": {}, "told": []}
         self._held_first: dict[str, str] = held["first"]
-        """The first words of each place."""
+        """The first words of each place, as earlier requests learned them."""
         self._held_told: list[_Told] = held["told"]
-        """What the model was told since."""
+        """The reminders of earlier requests."""
         self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
         newest = draft.messages[-1] if draft.messages else {}
         self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
@@ -116,7 +116,7 @@ class _Holding:
         self._counted = Counter[str]()
 
     def hold(self) -> None:
-        """Put the first words back, and tell the model the present ones."""
+        """Put the first words back, and the reminders behind their messages."""
         draft, kind = self._draft, self._kind
         if kind is not _TOOL_TEXTS:
             draft.rewrite_system(partial(self._rewrite, "system"))
@@ -139,7 +139,7 @@ class _Holding:
         return "".join((*parts, text[behind:]))
 
     def _rewrite_user(self, text: str) -> str:
-        """Rewrite a text before the first answer, except the user's own words if the kind is shared."""
+        """Rewrite a text before the first answer; if the kind is shared, not the user's own text."""
         is_own = self._kind.is_shared and not text.startswith("<")
         return text if is_own else self._rewrite("user", text)
 
@@ -156,7 +156,7 @@ class _Holding:
         return changed if described is tool else {**tool, "function": changed}
 
     def _kept(self, place: str, around: str, words: str) -> str:
-        """Return the words to send in place of those found."""
+        """Return the words to send in place of the *words* found at a *place*."""
         self._counted[place] += 1
         place += f"/{self._counted[place]}"
         first = self._held_first.get(place)
@@ -171,7 +171,7 @@ class _Holding:
         return self._first[place]
 
     def _told(self) -> list[_Told]:
-        """Return what the model was told in this conversation, and is told now."""
+        """Return the reminders of this conversation, with a new one if words have changed since."""
         messages, now = self._draft.messages, self._now
         told = [one for one in self._held_told if one[0] < len(messages) - 1]
         before = told[-1][2] if told else {}

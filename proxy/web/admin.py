@@ -1,11 +1,11 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-On loopback the listener asks for a token only if one is set. Without a token `only_operators` keeps other
-sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebinding), and its page may then
-read the answers. Only the name in Host shows that. On the internet nobody can own a name without a dot, or
+On loopback the listener asks for a token only if one is set. Without a token `only_operators` keeps out the
+pages of other sites. A site can let its own name lead to 127.0.0.1 (DNS rebinding), so that its page may
+read the answers; only the name in Host shows that. On the internet nobody can own a name without a dot, or
 one under the domains below; in a stranger's network somebody may (docs/security.md). Browsers send an
-Origin with every request of another site's page that can read the answer, and with every request that
-changes something. Other requests of such a page, as for an image, neither read nor change anything.
+Origin with each request by which the page of another site could read an answer or change something. Its
+other requests, as for an image, do neither.
 """
 
 import asyncio
@@ -333,7 +333,7 @@ def _checkpoint_id(request: web.Request) -> CheckpointId:
 async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoint]:
     """Yield checkpoints, and let the event loop serve requests in between.
 
-    Finding the value of one takes up to a millisecond.
+    To find the value of one checkpoint takes up to a millisecond.
     """
     slice_ends_at = time.perf_counter() + _SLICE_SECONDS
     for checkpoint in checkpoints:

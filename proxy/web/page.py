@@ -1,6 +1,6 @@
-"""The live page of the admin listener: its files, and overviews of the proxy, which the page asks for.
+"""The live page of the admin listener: its files, and the overviews of the proxy that it shows.
 
-An open page asks twice a second. While no page is open, the proxy makes no overviews.
+An open page asks for an overview twice a second. While no page is open, none is made.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MAX_REQUESTS = 50
 _MAX_DIGITS = 18
 PROGRESS_SECONDS = 1.0
 KEPT_SECONDS = 300.0
-"""The least time between two writes of the history, some 20 KiB each; it is also written at the end."""
+"""The time between two writes of the history, some 20 KiB each; the end of the proxy writes it as well."""
 _HISTORY = "history"
 
 
@@ -94,7 +94,7 @@ class LivePage:
     async def _ask(self) -> None:
         for process in self._pool.processes:
             if any(slot.is_leased for slot in process.slots):
-                with suppress(UpstreamFault):  # the build does not tell it, or llama-server is gone
+                with suppress(UpstreamFault):  # GET /slots is off, or llama-server is gone
                     for status in await process.upstream.slots():
                         self._progress[process.server_name, status.id] = status
 
