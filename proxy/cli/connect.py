@@ -42,7 +42,7 @@ _USUAL_CONTEXT = 16_384
 @click.option("--file", type=click.Path(path_type=Path), help="Another file than the usual one.")
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
 @click.option("--model", help="What to call the model; a router loads it. [the one that runs]")
-@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's. [none]")
+@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's API key.")
 @with_proxy
 def connect(
     proxy: RunningProxy,

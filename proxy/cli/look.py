@@ -72,7 +72,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} were hits"
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
-    yield "restored", f"{today['n_restored']:,} of the reused tokens; the others lay in slots"
+    yield "restored", f"{today['n_restored']:,} of the reused tokens; the others were in slots"
     missed = f"{today['n_missed']:,} known tokens, in {today['n_missing']:,} of the requests"
     yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
     # A few short restores may have taken longer than evaluating: nothing is saved yet.
@@ -240,9 +240,7 @@ _SHOWN = {
     *("upstream", "slot_save_path", "upstream_api_key"),
     *("admin", "admin_token_file", "max_store_bytes"),
 )
-@click.option(
-    "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
-)
+@click.option("--model", metavar="NAME", help="At a router or llama-swap: examine only this model.")
 @command.json_option
 def doctor(config: Path | None, model: str | None, **flags: Any) -> None:
     """Say whether caching will work here, how well, and what mends it.

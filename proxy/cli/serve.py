@@ -127,9 +127,8 @@ async def _serve_until_stopped(
                 steps = first + ["saving slots"] * any(p.is_caching for p in proxy.pool.processes)
                 at_most = f": at most {settings.drain_seconds:g} s" + " each" * (len(steps) > 1)
                 hint = f"{at_most}; Ctrl-C again waits no longer" if steps else "stopping"
-                log.info(
-                    "finishing requests", n_requests=n_requests, says=", then ".join(steps) + hint
-                )
+                says = ", then ".join(steps) + hint
+                log.info("finishing requests", n_requests=n_requests, says=says)
     finally:
         if running is not None:
             running.cancel()
@@ -316,14 +315,9 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
 
 @click.command()
 @click.argument("file", type=click.File("rb"), required=False)
-@click.option(
-    "--from-request",
-    "request_id",
-    metavar="ID|last",
-    help="In place of FILE: a request that was answered not long ago, by the id of its log line.",
-)
+@click.option("--from-request", "request_id", metavar="ID|last", help="In place of FILE.")
 @click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
-@click.option("--api-key", envvar="LLAMA_API_KEY", help="Its users' key: each has its own states.")
+@click.option("--api-key", envvar="LLAMA_API_KEY", help="The clients' key: states belong to a key.")
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
 @command.with_proxy
 def warm(
@@ -347,7 +341,8 @@ def warm(
     router or llama-swap the body names a model, and that model is loaded.
 
     --from-request needs no body: the proxy remembers the tokens of its last requests, unless explain_keep
-    is none. The state is kept for the API key that sent the request.
+    is none. ID is the one in the request's log line. The state is kept for the API key that sent the
+    request.
     """
     if (file is None) == (request_id is None):
         raise click.UsageError("give either FILE or --from-request")

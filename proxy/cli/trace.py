@@ -84,14 +84,9 @@ def tell(facts: Mapping[str, object]) -> None:
 @trace.command("replay")
 @_file
 @click.argument("url")
-@click.option(
-    "--speed",
-    default=1.0,
-    type=click.FloatRange(0),
-    help="Times as fast as it was; 0: one after the other. [1]",
-)
-@click.option("--model", default="", help="Where there are several models.")
-@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
+@click.option("--speed", default=1.0, type=click.FloatRange(0), help="Times as fast; 0: no pauses.")
+@click.option("--model", default="", help="The model to ask, if URL has several.")
+@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's API key.")
 @command.json_option
 def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None:
     """Send the requests of FILE to URL, and say how much was reused.
@@ -102,7 +97,8 @@ def replay(file: Path, url: str, speed: float, model: str, api_key: str) -> None
 
     URL is a proxy, llama-server, or any server with /v1/completions that counts cached tokens in its usage.
     Prompts are made up: blocks with equal numbers are equal texts, of about 512 tokens of this model.
-    Requests are sent at their times, whether or not earlier answers have come.
+    Requests are sent at their times, whether or not earlier answers have come; with --speed 0 one after the
+    other.
     """
     tell(send_all(_read(file), RunningProxy(url, api_key, is_admin=False), model, speed))
 
@@ -247,7 +243,7 @@ _MACHINE = (
     show_default=True,
 )
 @click.option("--url", help="Where clients reach the proxy. [its --listen]")
-@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's.")
+@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's API key.")
 @command.yes_option
 @command.with_proxy
 def bench(proxy: RunningProxy, file: Path, tokens: tuple[int, ...], **clients: Any) -> None:

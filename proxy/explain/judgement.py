@@ -275,22 +275,6 @@ def _change(new: KnownPrompt, compared: Match) -> Change | None:
     return find_change(new.rendering, known.rendering, is_same=compared.is_same_conversation)
 
 
-def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:
-    """Return the *compared* prompt as operators see it, or a stored state that shares more tokens.
-
-    The state shares *n_shared* tokens. The request was planned at *planned_at*, by the monotonic clock.
-    """
-    if compared is None or compared.n_common < n_shared - SLACK_TOKENS:
-        return Nearest(n_common=n_shared) if n_shared else None
-    known = compared.known
-    return Nearest(
-        n_common=compared.n_common,
-        id=known.ids[-1],
-        n_tokens=len(known.tokens),
-        age_seconds=round(planned_at - known.ended_at, 3),
-    )
-
-
 def _n_known(served: Account, n_common: int) -> int:
     """Return how many tokens were evaluated before; llama-server evaluates the last one every time."""
     return min(max(n_common, served.plan.n_shared), served.n_prompt - 1)

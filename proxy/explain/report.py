@@ -26,14 +26,7 @@ from proxy.errors import NotKnown, ProxyError, ProxyStopped, ServerAway, TooMany
 from proxy.explain import sketch, views
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
-from proxy.explain.judgement import (
-    NOT_JUDGED,
-    Account,
-    Judgement,
-    diagnostics,
-    judge_prompt,
-    nearest_of,
-)
+from proxy.explain.judgement import NOT_JUDGED, Account, Judgement, diagnostics, judge_prompt
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Matches
 from proxy.llama.requests import GenerationBody, asked_comparison
 from proxy.log import get_logger
@@ -227,7 +220,7 @@ class Inquiry:
             if self._journal.keep != "text":
                 new.rendering.reduce()
             self._journal.prompts.add(new, matches)
-        nearest = nearest_of(matches[1], account.plan.n_shared, self._planned_at)
+        nearest = views.nearest_of(matches[1], account.plan.n_shared, self._planned_at)
         # A stored state has no text: where the prompt leaves another prompt says nothing of it.
         where = judgement.divergence if nearest and nearest.id else None
         return msgspec.structs.replace(judgement, nearest=nearest, divergence=where)

@@ -23,6 +23,7 @@ from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
+from proxy.explain.known import SLACK_TOKENS, Match
 from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions
@@ -244,6 +245,22 @@ class Nearest(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float | None = None
 
 
+def nearest_of(compared: Match | None, n_shared: int, planned_at: float) -> Nearest | None:
+    """Return the *compared* prompt as operators see it, or a stored state that shares more tokens.
+
+    The state shares *n_shared* tokens. The request was planned at *planned_at*, by the monotonic clock.
+    """
+    if compared is None or compared.n_common < n_shared - SLACK_TOKENS:
+        return Nearest(n_common=n_shared) if n_shared else None
+    known = compared.known
+    return Nearest(
+        n_common=compared.n_common,
+        id=known.ids[-1],
+        n_tokens=len(known.tokens),
+        age_seconds=round(planned_at - known.ended_at, 3),
+    )
+
+
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request reused no more tokens, what would help, and what each part of its prompt `costs`."""
 
@@ -379,6 +396,10 @@ def numbered(requests: Iterable[TracedRequest]) -> list[TracedRequest]:
         )
         for request in ordered
     ]
+
+
+SENT = (RequestRecord, Explanation, ListedCheckpoint, ListedNode, History, TracedRequest)
+"""What the admin listener sends as JSON."""
 
 
 # What people read of requests.

@@ -254,10 +254,6 @@ def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
     behind_text = old.split(_TEXT, 1)[1].split(_RETURNS)[0]
     if not before_result.endswith(behind_text):
         return None
+    end_before_calls = before_result.removesuffix(behind_text)
     bare = running.replace(begin + _REASONING + end, begin + end, 1)
-    return Marks(
-        begin,
-        end,
-        before_result.removesuffix(behind_text),
-        writes_empty=bool(begin) and with_bare == bare,
-    )
+    return Marks(begin, end, end_before_calls, writes_empty=bool(begin) and with_bare == bare)

@@ -270,7 +270,7 @@ def _described(tool: Json) -> dict[str, Any]:
 
 _CHANGE_OF_FOLDER = re.compile(r"""\Acd (?:"[^"\n]*"|'[^'\n]*'|[^\s;&|"']+) && """)
 _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
-_ADDED_BY_CLIENTS = ("replace_all", False)
+_ADDED_BY_CLIENT = ("replace_all", False)
 _REFUSED_BY_CLIENT = "invalid"
 """OpenCode's name for a call that it could not run; the arguments then name the tool and the error."""
 
@@ -349,9 +349,7 @@ def means_the_same(written: Any, returned: Any, key: str = "") -> bool:
     """
     match written, returned:
         case dict(), dict():
-            kept = {
-                k: v for k, v in returned.items() if k in written or (k, v) != _ADDED_BY_CLIENTS
-            }
+            kept = {k: v for k, v in returned.items() if k in written or (k, v) != _ADDED_BY_CLIENT}
             alike = (means_the_same(v, kept[k], k) for k, v in written.items())
             return kept.keys() == written.keys() and all(alike)
         case list(), list():

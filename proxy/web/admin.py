@@ -42,14 +42,6 @@ from proxy.serving.tenants import keys_of, tenant_of
 from proxy.store.known_models import model_names
 
 _OPENAPI = Path(__file__).with_name("openapi.yaml")
-_SENT = (
-    views.RequestRecord,
-    views.Explanation,
-    views.ListedCheckpoint,
-    views.ListedNode,
-    views.History,
-    views.TracedRequest,
-)
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """Paths whose answers have no word of any prompt."""
@@ -174,7 +166,7 @@ class Admin:
         """Return the OpenAPI document of this listener."""
         document = yaml.safe_load(_OPENAPI.read_text())
         place = "#/components/schemas/{name}"
-        _, schemas = msgspec.json.schema_components(_SENT, ref_template=place)
+        _, schemas = msgspec.json.schema_components(views.SENT, ref_template=place)
         document["components"]["schemas"] |= schemas
         document["info"]["version"] = __version__
         return json_response(document)

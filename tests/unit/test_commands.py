@@ -185,7 +185,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     assert ("time saved", "nothing yet") in rows, "restores that took longer are no saving below 0"
     today = Today(since=0.0, n_prompt=1000, n_reused=900, n_restored=300, saved_seconds=9.0)
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
-    assert ("restored", "300 of the reused tokens; the others lay in slots") in rows
+    assert ("restored", "300 of the reused tokens; the others were in slots") in rows
     assert ("time saved", "9.0 s of evaluation, by all reused tokens") in rows
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
