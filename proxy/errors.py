@@ -30,6 +30,10 @@ class SettingsError(Exception):
     """A setting is unknown or has an impossible value; the message says where, and what is allowed."""
 
 
+class UnknownShape(Exception):
+    """A part of a body that the proxy cannot read; the message says which, and quotes no text of it."""
+
+
 class CacheFault(Exception):
     """Something in the cache did not work; the request is served without it."""
 

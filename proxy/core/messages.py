@@ -41,10 +41,6 @@ ID = re.compile(
 called an ID, or the second at which the session began."""
 
 
-class UnknownShape(Exception):
-    """A part of a body that the proxy cannot read; the message says which, and quotes no text of it."""
-
-
 def object_in(raw: bytes | str) -> dict[str, Any] | None:
     """Return a text parsed as a JSON object; None if it is anything else, or nested too deeply."""
     try:

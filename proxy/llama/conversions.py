@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.core.messages import UnknownShape, list_of, member, text_of
+from proxy.core.messages import list_of, member, text_of
+from proxy.errors import UnknownShape
 
 Message = dict[str, Any]
 

@@ -21,7 +21,6 @@ from proxy.core.messages import (
     CONVERSATIONS,
     Conversation,
     Route,
-    UnknownShape,
     json_of,
     list_of,
     member,
@@ -31,7 +30,7 @@ from proxy.core.messages import (
 )
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, UnknownShape
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 # llama-server's routes by their use of slots (tools/server/server.cpp). A route that is not listed here

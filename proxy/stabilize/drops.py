@@ -14,7 +14,6 @@ from proxy.core.messages import (
     REMINDER_TAG,
     SYSTEM_ROLES,
     Route,
-    UnknownShape,
     has_reminder,
     is_system,
     list_of,
@@ -23,6 +22,7 @@ from proxy.core.messages import (
     text_of,
     without_reminders,
 )
+from proxy.errors import UnknownShape
 from proxy.stabilize import model
 from proxy.stabilize.model import Draft, Json, Marks, is_of_model, is_text, plain_text, with_list
 

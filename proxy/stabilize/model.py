@@ -17,15 +17,8 @@ import msgspec
 import xxhash
 from cachetools import FIFOCache
 
-from proxy.core.messages import (
-    ID,
-    Route,
-    UnknownShape,
-    list_of,
-    n_leading_system,
-    text_of,
-    without_reminders,
-)
+from proxy.core.messages import ID, Route, list_of, n_leading_system, text_of, without_reminders
+from proxy.errors import UnknownShape
 
 
 class Name(StrEnum):

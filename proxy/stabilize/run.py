@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from msgspec.json import encode
 
-from proxy.core.messages import CONVERSATIONS, Route, UnknownShape
+from proxy.core.messages import CONVERSATIONS, Route
 from proxy.core.tokens import common_prefix_length
+from proxy.errors import UnknownShape
 from proxy.stabilize import drops, sticky
 from proxy.stabilize.model import Draft, Json, Marks, Memory, Name, RequestFacts, why_failed
 

@@ -16,13 +16,13 @@ from msgspec.json import decode, encode
 from proxy.core.messages import (
     ID,
     Route,
-    UnknownShape,
     has_reminder,
     member,
     object_in,
     text_of,
     without_reminders,
 )
+from proxy.errors import UnknownShape
 from proxy.stabilize import model
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
 from proxy.stabilize.model import COUNT, Call, Draft, Json, call_key, plain_text, with_list

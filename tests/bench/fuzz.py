@@ -22,9 +22,9 @@ from typing import Any
 
 import xxhash
 
-from proxy.core.messages import Route, UnknownShape
+from proxy.core.messages import Route
 from proxy.core.model import FilePart
-from proxy.errors import CacheFault, StateFileMalformed
+from proxy.errors import CacheFault, StateFileMalformed, UnknownShape
 from proxy.llama.answers import AnswerReader, TrueUsage
 from proxy.llama.files import read_state_file
 from proxy.llama.requests import (

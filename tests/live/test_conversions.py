@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from proxy.core.messages import UnknownShape
 from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
-from proxy.errors import UpstreamRefused
+from proxy.errors import UnknownShape, UpstreamRefused
 from proxy.llama import client as llama_server
 from proxy.llama.client import Target
 from proxy.llama.connection import new_session

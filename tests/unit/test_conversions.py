@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.messages import Route, UnknownShape
+from proxy.core.messages import Route
+from proxy.errors import UnknownShape
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 from proxy.llama.requests import GenerationBody, as_chat_body, parse_body
 from tests.lab import messages_bodies, responses_bodies

@@ -20,7 +20,8 @@ _SERVES = {"proxy.core", "proxy.explain", "proxy.llama", "proxy.stabilize", "pro
 }
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
-    "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
+    "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens"}
+    | {"proxy.errors", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.judgement": {"proxy.llama.client"},
     "proxy.explain.report": {
