@@ -163,9 +163,8 @@ class Commands(click.Group):
             fail(error, Exit.USAGE)
         except (CacheFault, OSError) as fault:
             if getattr(fault, "errno", 0) == errno.ENOSPC and sys.stdout:
-                with suppress(
-                    OSError
-                ):  # at exit Python would flush the rest again, and exit with 120
+                # At exit Python would flush the rest again, and exit with 120.
+                with suppress(OSError):
                     sys.stdout.close()
             fail(fault, Exit.UNAVAILABLE if isinstance(fault, StoreLocked) else Exit.FAILED)
 
