@@ -145,6 +145,7 @@ _GONE = b"proxy error: Failed to read connection"
 """A router appends this to the answer of a child process that has died."""
 _UNREACHED = b"proxy error: Could not establish connection"
 """A router answers this, with 500, until it has noticed that a child has died."""
+_GATEWAY_TIMEOUT = 504
 _BAD_GATEWAY = 502
 """llama-swap answers this, without content, until it has noticed (process_command.go); so do gateways."""
 
@@ -180,17 +181,22 @@ class Target:
                 body = msgspec.json.encode({**fields, "model": self.model})
         return path, body
 
-    def lost(self, status: int, content: bytes) -> Literal["", "before", "perhaps", "after"]:
+    def may_be_lost(self, status: int, headers: Headers) -> bool:
+        """Return whether a host, or a gateway before llama-server, seems to answer for it: `lost` tells."""
+        if self.host == "router":
+            return headers.get("Content-Type", "").startswith("text/plain")
+        return status == _BAD_GATEWAY and not (self.host and headers.get("Content-Length") != "0")
+
+    def lost(self, status: int, content: bytes) -> Literal["", "before", "after"]:
         """Return whether the host lost llama-server before or after the request was sent; empty if not.
 
-        llama-swap, and a gateway before llama-server, answer the same in both cases: "perhaps".
+        llama-swap, and a gateway before llama-server, answer the same in both cases.
         """
         if self.host == "router":
             if content.endswith(_GONE):
                 return "after"
             return "before" if content.startswith(_UNREACHED) else ""
-        is_away = status == _BAD_GATEWAY and not (self.host and content)
-        return "perhaps" if is_away else ""
+        return "after" if status == _BAD_GATEWAY and not (self.host and content) else ""
 
 
 @dataclass(eq=False)
@@ -460,10 +466,11 @@ class LlamaServer:
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error
-        may_be_lost = self.target.host or status != 200
-        if may_be_lost and (lost := self.target.lost(status, content)):
+        if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
+        if status == _GATEWAY_TIMEOUT:
+            raise UpstreamSlow(f"{method} {path}: a gateway or host answers 504: it waited in vain")
         is_whole = response.content.at_eof()
         if status == 200 and is_whole:
             return response.headers, content

@@ -12,7 +12,7 @@ from multidict import CIMultiDict
 from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
 from proxy.llama.answers import Answer, AnswerReader, complaint_in
-from proxy.llama.client import Body, Heard, LlamaServer, Target
+from proxy.llama.client import Body, Heard, LlamaServer, Target, error_message
 from proxy.llama.connection import Reply, away, end_to_end, read_most, read_now, reason_of
 from proxy.llama.requests import generation_route
 from proxy.serving.request import OnStart, Request, do_nothing
@@ -83,8 +83,10 @@ class Exchange:
                 self._is_stream = content_type.startswith("text/event-stream")
                 if self._is_stream:
                     on_start()
-                elif upstream.target.host == "router" and content_type.startswith("text/plain"):
-                    raise await _gone(upstream.target, answer)
+                elif upstream.target.host or (self.request and self.request.namespace):
+                    # Where no llama-server is attached, 502 may be anything's own answer.
+                    if upstream.target.may_be_lost(answer.status, answer.headers):
+                        raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard
                     return await self._relay(upstream.target)
@@ -286,8 +288,9 @@ class Exchange:
 
 
 async def _gone(target: Target, answer: Reply | aiohttp.ClientResponse) -> ServerAway:
-    """Return what a router says of a llama-server that it could not reach, or that did not answer."""
+    """Return what a host or gateway says of a llama-server that it could not reach, or that is gone."""
     body = await read_most(answer.content)
-    message = f"{target.name}: {body[:200].decode(errors='replace')}"
+    why = error_message(body) or f"a gateway or host answers {answer.status} for llama-server"
+    message = f"{target.name}: {why}"
     lost = target.lost(answer.status, body)
     return ServerAway(message, was_sent=lost != "before", has_ended=lost == "after")

@@ -51,6 +51,8 @@ class Faults:
     """Turns the tokens that /tokenize reports into those that a chat really has."""
     forgets_dropped_actions: bool = False
     """A slot action whose client is gone when it is let on is not done."""
+    has_gateway: bool = False
+    """A gateway before it answers 502 with a page where the connection would be cut before an answer."""
     dies_at: dict[str, int] = field(default_factory=dict)
     """Die at a place so many times, and be back at once. A client's own generation is an `answer` before it
     begins, a `stream` once its headers are sent, and an `event` once half of its first event is."""

@@ -199,7 +199,7 @@ class FakeLlamaServer:
             return await self._spoilt(place, request, work.result())
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        return _cut(request)
+        return self._lost(request)
 
     async def _spoilt(
         self, place: str, request: web.Request, answer: web.StreamResponse
@@ -233,10 +233,18 @@ class FakeLlamaServer:
         if gate := self._gates.get(place):
             await gate.arrive()
         if place in self.faults.drop or self._dies(place):
-            return _cut(request)
+            return self._lost(request)
         if status := self.faults.refuse.get(place):
             return _error(status, f"scripted fault at {place}", "server_error")
         return None
+
+    def _lost(self, request: web.Request) -> web.Response:
+        """Cut the connection, or answer as a gateway does whose connection to this process was cut."""
+        has_begun = request.writer.output_size > 0
+        if has_begun or not self.faults.has_gateway:
+            return _cut(request)
+        page = "<html><h1>502 Bad Gateway</h1>"
+        return web.Response(status=502, text=page, content_type="text/html")
 
     def _dies(self, place: str) -> bool:
         """Return whether this process ends here; the next one is there then."""
@@ -413,7 +421,7 @@ class FakeLlamaServer:
         if trouble is not None:
             return trouble
         if place == "generate" and "n_probs" not in body and self._dies("answer"):
-            return _cut(request)
+            return self._lost(request)
         if self.faults.has_native_cache:
             self._bring_back(slot, prompt)
         n_reused = slot.evaluate(prompt, reuses=body.get("cache_prompt", True))

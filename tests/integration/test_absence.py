@@ -239,3 +239,21 @@ async def test_llama_server_that_is_ending_does_not_wait_for_what_is_warmed(
 
 def stream_of(name: str, n_tokens: int = 10) -> dict[str, Any]:
     return {"messages": question(name), "stream": True, "max_tokens": n_tokens}
+
+
+async def test_gateway_that_waited_for_llama_server_in_vain_ends_nothing(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        process = rig.running.server.process
+        rig.server.faults.refuse["props"] = 504
+
+        async def is_told() -> bool:
+            return await rig.reasons() == ["llama-server is silent"]
+
+        await until(is_told)
+        assert rig.running.server.process is process
+        assert (await rig.chat("a")).n_reused
+        rig.server.faults.refuse.clear()
+        await until(lambda: not rig.running.server.services.degradations.active)

@@ -32,10 +32,14 @@ def quarantined(rig: Rig) -> list[int]:
     return sorted(c.n_tokens for c in rig.running.store if c.quarantine)
 
 
+@pytest.mark.parametrize("has_gateway", [False, True], ids=["direct", "gateway"])
 @pytest.mark.parametrize("place", ["restore", "answer"])
-async def test_state_that_ends_llama_server_is_used_once(start_rig: StartRig, place: str) -> None:
+async def test_state_that_ends_llama_server_is_used_once(
+    start_rig: StartRig, place: str, *, has_gateway: bool
+) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
+        rig.server.faults.has_gateway = has_gateway
         rig.server.faults.dies_at[place] = 1
         assert (await rig.chat("a")).n_reused == 0
         assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)
@@ -194,12 +198,14 @@ async def test_server_that_dies_in_mid_answer_makes_nothing_suspect(start_rig: S
         await rig.settled()
 
 
+@pytest.mark.parametrize("has_gateway", [False, True], ids=["direct", "gateway"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_request_that_ends_llama_server_twice_is_refused(
-    start_rig: StartRig, path: str, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, path: str, monkeypatch: pytest.MonkeyPatch, *, has_gateway: bool
 ) -> None:
     body = {"messages": question("a"), "max_tokens": 3}
     async with start_rig(n_slots=1) as rig:
+        rig.server.faults.has_gateway = has_gateway
         rig.server.faults.dies_at["answer"] = 2
         for _ in range(2):
             assert (await rig.post(path, body)).status == 502

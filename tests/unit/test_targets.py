@@ -43,11 +43,11 @@ UNREACHED = b"proxy error: Could not establish connection"
     ("target", "status", "content", "lost"),
     [
         (Target(BASE), 500, UNREACHED, ""),
-        (Target(BASE), 502, b"<html>nginx", "perhaps"),
+        (Target(BASE), 502, b"<html>nginx", "after"),
         (Target(BASE), 503, b"<html>nginx", ""),
         (Target(BASE, "qwen", "router"), 500, UNREACHED, "before"),
         (Target(BASE, "qwen", "router"), 502, b"", ""),
-        (Target(BASE, "qwen", "llama-swap"), 502, b"", "perhaps"),
+        (Target(BASE, "qwen", "llama-swap"), 502, b"", "after"),
         (Target(BASE, "qwen", "llama-swap"), 502, b"upstream command exited prematurely", ""),
         (Target(BASE, "qwen", "llama-swap"), 500, b"", ""),
     ],
@@ -160,3 +160,20 @@ async def test_reply_that_is_nested_too_deep_is_not_understood(
     async with new_session() as session:
         with pytest.raises(UpstreamRefused, match="not understood"):
             await LlamaServer(session, Target("http://127.0.0.1:1"), None).props()
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "headers", "may_be"),
+    [
+        (Target(BASE), 502, {"Content-Length": "157", "Content-Type": "text/html"}, True),
+        (Target(BASE), 500, {"Content-Type": "text/plain"}, False),
+        (Target(BASE, "qwen", "router"), 500, {"Content-Type": "text/plain"}, True),
+        (Target(BASE, "qwen", "router"), 502, {"Content-Type": "application/json"}, False),
+        (Target(BASE, "qwen", "llama-swap"), 502, {"Content-Length": "0"}, True),
+        (Target(BASE, "qwen", "llama-swap"), 502, {"Content-Length": "40"}, False),
+    ],
+)
+def test_answer_that_a_host_may_give_for_llama_server_is_known_by_its_head(
+    target: Target, status: int, headers: dict[str, str], *, may_be: bool
+) -> None:
+    assert target.may_be_lost(status, headers) is may_be
