@@ -122,6 +122,13 @@ class DegradationKind(StrEnum):
     --api-prefix, add the prefix to the URL. Nothing to do for a model of llama-swap that is vLLM,
     whisper.cpp or the like: its requests pass through.
     """
+    SEVERAL_SERVERS = "several llama-servers"
+    """Several llama-servers answer at `upstream` in turns: which of them gets a request, or a save, cannot
+    be told. Requests are forwarded as they come.
+
+    Have the load balancer send to one of them. Or give the proxy the address of each, separated by commas:
+    it goes on with a conversation where that is held.
+    """
     ATTACHING = "attaching"
     """First contact: slots are being saved and the model is being identified.
 

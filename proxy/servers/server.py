@@ -63,6 +63,8 @@ CUT_SECONDS = 2.0
 A llama-server that is stopping waits for the clients of requests that it will not answer."""
 RETRY_SECONDS = 15.0
 """How often an attach that found no way to cache is tried again, while no slot is in use."""
+N_ASKED = 6
+"""How often it is asked at first contact which process it is: a load balancer may choose at random."""
 ATTACH_WAIT_SECONDS = 30.0
 """How long a request waits for a running attach before it is forwarded without one."""
 
@@ -327,6 +329,10 @@ class Server(Watched):
         if epoch != self.epoch:
             return
         if last is None or last.id != process_id or has_other_adapters:
+            # An attach to several would save, erase and evaluate in the slots of any.
+            asked = (self.upstream.is_replaced(process_id) for _ in range(N_ASKED))
+            if self.host is None and any(await asyncio.gather(*asked)):
+                return await self._miss(DegradationKind.SEVERAL_SERVERS, "", has_answered=True)
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
             await self._attach(props, process_id, epoch)
         elif props.is_sleeping:  # --sleep-idle-seconds: its slots will be empty when it wakes

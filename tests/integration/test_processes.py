@@ -12,7 +12,7 @@ import pytest
 from proxy.app import run_proxy
 from proxy.core.slots import TAINTED
 from proxy.errors import UpstreamUnreachable
-from proxy.llama.client import Props
+from proxy.llama.client import QUICK_SECONDS, Props
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
@@ -475,7 +475,7 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
         asked, answered = asyncio.Event(), asyncio.Event()
         ask = upstream.props
 
-        async def ask_slowly(seconds: float) -> Props:
+        async def ask_slowly(seconds: float = QUICK_SECONDS) -> Props:
             props = await ask(seconds)
             asked.set()
             await answered.wait()

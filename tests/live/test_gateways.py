@@ -1,0 +1,64 @@
+"""nginx between the proxy and llama-server."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.lab.conversation import agent_requests, system
+from tests.lab.gateway import Gateway
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.waiting import until
+
+ONE, TWO = (agent_requests(2, 0, header=[system(300, seed)], seed=seed) for seed in (1, 2))
+
+
+@asynccontextmanager
+async def behind(folder: Path, n_servers: int = 1, **how: Any) -> AsyncIterator[Rig]:
+    """Yield a rig whose proxy reaches its llama-server, or several in turns, by a gateway."""
+    directory = folder / "slots"
+    directory.mkdir(mode=0o700)
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    servers = [LlamaServer(model, directory, n_slots=1) for _ in range(n_servers)]
+    gateway = Gateway([server.port for server in servers], folder)
+    first, *others = servers
+    async with AsyncExitStack() as stack:
+        for process in (*others, gateway):
+            await asyncio.to_thread(process.start)
+            stack.push_async_callback(asyncio.to_thread, process.stop)
+        yield await stack.enter_async_context(
+            Rig(first, directory, upstream=gateway.base_url, **how)
+        )
+
+
+async def test_state_in_use_when_llama_server_ends_behind_a_gateway_is_quarantined(
+    tmp_path: Path,
+) -> None:
+    async with behind(tmp_path) as rig:
+        for messages in (ONE[0], TWO[0]):
+            await rig.chat(messages)
+            await rig.settled()
+        asked = asyncio.ensure_future(rig.chat(ONE[1], max_tokens=300))
+        await until(lambda: is_generating(rig))
+        await asyncio.to_thread(rig.server.kill)
+        await rig.reasons_are("llama-server unreachable", "a state ended llama-server")
+        await asyncio.to_thread(rig.server.start)
+        assert (await asked)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        await rig.reasons_are("a state ended llama-server")
+
+
+async def is_generating(rig: Rig) -> bool:
+    """Return whether llama-server is in the middle of an answer."""
+    _, (slot,) = await asyncio.to_thread(rig.server.request, "GET", "/slots")
+    return bool(slot["is_processing"] and slot["next_token"][0]["n_decoded"] > 10)
+
+
+async def test_llama_servers_that_answer_in_turns_are_named_and_left_alone(tmp_path: Path) -> None:
+    async with behind(tmp_path, n_servers=2, settles=False) as rig:
+        await rig.reasons_are("several llama-servers")
+        for messages in (*ONE, *TWO):
+            assert (await rig.chat(messages))["usage"]["prompt_tokens"]
+        await rig.reasons_are("several llama-servers")
