@@ -375,7 +375,7 @@ def _is_stored_further(prompt: Prompt, now: Situation, n_shared: int) -> bool:
     """
     for slot in now.slots:
         content = slot.content
-        if isinstance(content, Known) and content.namespace == prompt.namespace:
+        if isinstance(content, Known) and content.tenant == prompt.namespace:
             if content.conversation == prompt.conversation:
                 return content.is_stored_further
     return n_shared + ENDING_TOKENS >= prompt.n_tokens

@@ -70,7 +70,7 @@ class Known:
     """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported."""
 
     tokens: TokenIds
-    namespace: Namespace
+    tenant: Namespace
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
     """The context checkpoints that it is believed to have, ascending; it has at most `n_points_at_most`."""
@@ -95,10 +95,6 @@ class Known:
     """False after a request of which nothing may be saved: the slot is erased when the proxy ends."""
 
     @property
-    def tenant(self) -> Namespace:
-        return self.namespace
-
-    @property
     def n_tokens(self) -> int:
         return len(self.tokens) + self.n_tail
 
@@ -117,7 +113,7 @@ anything until that ends. It is erased before it is used again."""
 
 def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
     """Return how many leading tokens of a prompt a slot surely holds, usable or not, in a *namespace*."""
-    if not isinstance(content, Known) or namespace not in (None, content.namespace):
+    if not isinstance(content, Known) or namespace not in (None, content.tenant):
         return 0
     return common_prefix_length(content.tokens, tokens)
 
@@ -459,7 +455,7 @@ def after_evaluation(
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
-    if isinstance(before, Known) and before.namespace == namespace:
+    if isinstance(before, Known) and before.tenant == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)
         old, n_restored = cut_to(before, n_kept), _within(n_kept, origin.n_restored)
         origin = origin if n_kept else EVALUATED
@@ -480,7 +476,7 @@ def after_evaluation(
     n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
     return Known(
         tokens=tokens,
-        namespace=namespace,
+        tenant=namespace,
         n_tail=max(0, n_generated - 1),
         restore_points=points[-n_believed:] if n_believed else (),
         header=_within(len(tokens), cuts.header) or old.header,

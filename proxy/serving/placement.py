@@ -149,7 +149,7 @@ class SimilarRequest(CachedRequest):
         table, prompt = self._process.slots, self._prompt
         for rival in rivals(table[slot_id], table, prompt.tokens):
             content = table[rival].content
-            is_ours = isinstance(content, Known) and content.namespace == prompt.namespace
+            is_ours = isinstance(content, Known) and content.tenant == prompt.namespace
             if prompt.is_before_media and is_ours:
                 continue
             if table[rival].is_leased:

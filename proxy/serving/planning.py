@@ -118,7 +118,7 @@ def plan_behind_media(process: Process, request: Request) -> Plan | None:
         slot
         for slot in process.slots.free()
         if isinstance(slot.content, Known)
-        and (slot.content.namespace, slot.content.tokens) == (prompt.namespace, prompt.tokens)
+        and (slot.content.tenant, slot.content.tokens) == (prompt.namespace, prompt.tokens)
     ]
     if not same:
         return None
@@ -170,7 +170,7 @@ def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
     size_bytes = state_bytes(process.sizes, saved)
     expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
     points = saved.restore_points
-    return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, can_be_cut)
+    return ExpectedState(saved.tokens, saved.tenant, expected_at, size_bytes, points, can_be_cut)
 
 
 def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | None:

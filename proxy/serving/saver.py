@@ -313,7 +313,7 @@ class Saver:
         """
         if not isinstance(content, Known) or not self._process.store.writes.max_bytes_per_day:
             return None
-        found = self._process.store.find(content.namespace, content.tokens)
+        found = self._process.store.find(content.tenant, content.tokens)
         n_covered, _ = most_useful(self._process.rule, found, content.n_tokens + 1)
         return self._process.rates.evaluation_seconds(n_covered, content.n_tokens)
 
@@ -324,7 +324,7 @@ class Saver:
         """
         if not isinstance(content, Known):
             return frozenset()
-        nearest = next(self._process.store.find(content.namespace, content.tokens), None)
+        nearest = next(self._process.store.find(content.tenant, content.tokens), None)
         return frozenset((nearest.checkpoint.id,) if nearest else ())
 
 

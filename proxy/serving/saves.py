@@ -107,7 +107,7 @@ class SlotSaves:
         target = at_savable_point(self._process.rule, content)
         if target.n_tokens in (0, content.n_tokens):
             return content
-        self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
+        self._table.set_content(slot_id, Unknown(content.tenant, origin=content.origin))
         timings = await self._process.upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
         self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)

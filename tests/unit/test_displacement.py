@@ -61,7 +61,7 @@ def test_where_nothing_is_unsaved_nothing_is_lost(content: Content) -> None:
 @pytest.mark.parametrize(("n_lost", "saves"), [(MOST, False), (MOST + 1, True)])
 def test_what_counts_as_lost(n_lost: int, saves: bool) -> None:
     partly = Known(run_of(1000), NAMESPACE, n_saved=1000 - n_lost)
-    assert is_saved(replace(partly, namespace=OTHER_NAMESPACE), run_of(2000)) is saves
+    assert is_saved(replace(partly, tenant=OTHER_NAMESPACE), run_of(2000)) is saves
     assert is_saved(partly, branch(600, 2000)) is saves
     assert is_saved(Known(run_of(1000), NAMESPACE), branch(1000 - n_lost, 2000)) is saves
     filled_anew = replace(partly, tokens=branch(50, 1000))

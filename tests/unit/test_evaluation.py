@@ -138,7 +138,7 @@ def test_after_evaluation_marks_where_the_newest_user_message_was_changed(
 def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
     before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
     held = after_evaluation(before, run_of(200), NAMESPACE)
-    assert (held.restore_points, held.n_saved, held.namespace) == ((195,), 0, NAMESPACE)
+    assert (held.restore_points, held.n_saved, held.tenant) == ((195,), 0, NAMESPACE)
 
 
 def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:

@@ -109,7 +109,7 @@ def test_under_end_only_turn_start_that_only_a_file_has_is_restored() -> None:
 
 def test_slot_that_may_not_be_reused_is_not_extended() -> None:
     assert found(STEP, HELD, leased=(0,)) is None
-    assert found(STEP, replace(HELD, namespace=THEIRS)) is None
+    assert found(STEP, replace(HELD, tenant=THEIRS)) is None
     cut = replace(HELD, origin=Origin(n_restored=900))
     assert found(STEP, cut, rule=ANY_PREFIX) is None and found(STEP, cut) == 0
 

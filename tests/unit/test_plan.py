@@ -119,10 +119,10 @@ def require_right(
         }.get(rule.kind, False)
         assert rule.kind is not RuleKind.NOTHING
     elif n:
-        assert isinstance(content, Known) and content.namespace == NAMESPACE
+        assert isinstance(content, Known) and content.tenant == NAMESPACE
         assert content.tokens[:n] == tokens[:n]
         assert n in (*content.restore_points, len(content.tokens)) or rule.kind is ANY_PREFIX.kind
-    if isinstance(content, Known) and content.namespace != NAMESPACE:
+    if isinstance(content, Known) and content.tenant != NAMESPACE:
         assert option.erases or option.restored  # which takes the place of all that the slot holds
 
 
@@ -304,7 +304,7 @@ def test_is_warm_of_anything_goes_on_and_takes_nothing_from_anybody(
     if made.is_warm:
         assert made.start.kind == "live"
         assert made.start.displacement == NOTHING_DISPLACED
-        assert content.namespace == NAMESPACE and not made.start.erases
+        assert content.tenant == NAMESPACE and not made.start.erases
 
 
 def test_alternatives_are_told_in_the_order_of_their_costs() -> None:
