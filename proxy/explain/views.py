@@ -5,7 +5,6 @@ the JSON that the admin listener, the commands and the live page share (docs/mon
 docs/live-page.md). Pure.
 """
 
-import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -450,22 +449,3 @@ def line_of(record: RequestRecord) -> dict[str, object]:
 def api_name(path: str) -> str:
     """Return what people call the API of a path."""
     return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
-
-
-# Clients, by what they call themselves.
-
-
-_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
-    "QwenCode": "Qwen Code"
-}
-_N_CLIENT = 40
-
-
-def client_name(user_agent: str) -> str:
-    """Return what people call the client that sends this User-Agent header, with its version."""
-    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
-    if user_agent.startswith("Mozilla/"):
-        return "a browser"
-    if product:
-        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
-    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]

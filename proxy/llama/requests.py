@@ -357,13 +357,11 @@ def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
 Aliases = Mapping[str, str]
 
 
-def with_alias(raw: bytes, aliases: Aliases, *, at_host: bool = False) -> bytes:
+def with_alias(raw: bytes, aliases: Aliases) -> bytes:
     """Return a body with llama-server's name of its model; all other fields stay as they were sent.
 
     A host is sent the name once: of a repeated one llama-swap takes the first, and llama-server the last.
     """
-    if not (aliases or at_host):
-        return raw
     with suppress(ValueError, RecursionError, KeyError):
         fields = msgspec.json.decode(_text_read(raw), type=dict[str, msgspec.Raw])
         name = msgspec.json.decode(fields["model"], type=str)

@@ -1,10 +1,11 @@
-"""Whose request it is: API keys, and the tenants that they name.
+"""Whose request it is: API keys, the tenants that they name, and the client.
 
 Tenants share no states. A tenant is named by the API key that llama-server would check, and by the salt of
 a request; where llama-server checks no key, the key does not count.
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -13,7 +14,7 @@ from multidict import MultiMapping
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import keyed_tenant, salted_tenant
-from proxy.errors import StoreFault, UpstreamFault, WillBeRefused
+from proxy.errors import ProxyError, StoreFault, UpstreamFault, WillBeRefused
 from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.store.known_models import introduce_tenants
@@ -22,22 +23,23 @@ _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _MAX_TENANTS = 4096
 """A client may send a new salt with each request. Beyond this number a tenant is not noted: its states are
 lost with the index, because their records name no owner."""
+_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
+    "QwenCode": "Qwen Code"
+}
+_N_CLIENT = 40
 
 
-def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those headers that carry an API key."""
-    return {name: headers[name] for name in _KEY_HEADERS if name in headers}
-
-
-def names_one_client(headers: MultiMapping[str]) -> bool:
-    """Return whether llama-server is sure to see the same keys as the proxy.
+def keys_of(headers: MultiMapping[str]) -> dict[str, str]:
+    """Return those headers that carry an API key; raises ProxyError if llama-server may see others.
 
     Of a header that comes twice llama-server may read the other one, and what `Connection` names is not
     passed on.
     """
+    keys = {name: headers[name] for name in _KEY_HEADERS if name in headers}
     dropped = headers.get("Connection", "").lower()
-    given = (name for name in _KEY_HEADERS if name in headers)
-    return not any(len(headers.getall(n)) > 1 or n.lower() in dropped for n in given)
+    if any(len(headers.getall(name)) > 1 or name.lower() in dropped for name in keys):
+        raise ProxyError("an API key comes twice, or Connection names its header", 400)
+    return keys
 
 
 def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:
@@ -47,6 +49,16 @@ def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:
         plain = key.removeprefix("Bearer ").encode(errors="surrogateescape")
         tenant = keyed_tenant(secret, xxhash.xxh3_128_digest(plain))
     return salted_tenant(secret, tenant, salt) if salt else tenant
+
+
+def client_name(user_agent: str) -> str:
+    """Return what people call the client that sends this User-Agent header, with its version."""
+    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
+    if user_agent.startswith("Mozilla/"):
+        return "a browser"
+    if product:
+        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
+    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]
 
 
 async def admit(process: Process, request: Request) -> None:

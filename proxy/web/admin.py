@@ -88,8 +88,9 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
             request[_IS_OPERATOR] = True
         try:
             return await handler(request)
-        except (NotKnown, NotWarmed) as why:
-            raise _refused(web.HTTPNotFound, str(why)) from why
+        except (NotKnown, NotWarmed, ProxyError) as why:
+            is_wrong = isinstance(why, ProxyError)
+            raise _refused(web.HTTPBadRequest if is_wrong else web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
         except web.HTTPException as why:

@@ -7,7 +7,6 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway, TooManyRequests
-from proxy.explain.views import client_name
 from proxy.llama import requests
 from proxy.llama.client import Body
 from proxy.llama.connection import end_to_end
@@ -15,7 +14,7 @@ from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request, not_looked_up
 from proxy.serving.services import Services
-from proxy.serving.tenants import keys_of, names_one_client, tenant_of
+from proxy.serving.tenants import client_name, keys_of, tenant_of
 from proxy.tasks import Deadline
 from proxy.web.relay import Exchange
 from proxy.web.writer import Unread
@@ -86,7 +85,7 @@ class Front:
         if requests.changes_server_state(incoming.method, path):
             message = f"POST {path} would change llama-server's state behind the cache's back"
             raise ProxyError(message, 403)
-        headers = end_to_end(incoming.headers)
+        keys, headers = keys_of(incoming.headers), end_to_end(incoming.headers)
         content: Body = incoming.content if incoming.body_exists else None
         counts_tokens = self.aliases and requests.counts_tokens(incoming.method, path)
         if counts_tokens or (incoming.method == "POST" and self.pool.has_models):
@@ -94,7 +93,6 @@ class Front:
             headers.popall("Content-Length", None)  # an alias may have changed it
             if may_load and not model:
                 model = requests.model_named(content, requests.parse_body(content))
-        keys = keys_of(incoming.headers)
         async with self.pool.passing(incoming.method, path, model, keys) as upstreams:
             for upstream in upstreams:
                 try:
@@ -120,8 +118,8 @@ class Front:
             # Bytes that are no UTF-8 came as surrogates.
             session=session.encode(errors="replace").decode(),
             asked_cache=headers.get("X-Prefix-Cache", ""),
-            is_json=requests.is_json(headers),
             client=client_name(headers.get("User-Agent", "")),
+            is_json=requests.is_json(headers),
             model=model,
         )
         try:
@@ -168,7 +166,9 @@ class Front:
             raise ProxyStopped(_CUT) from None
         finally:
             self.n_coming_bytes -= len(body)
-        return requests.with_alias(bytes(body), self.aliases, at_host=self.pool.has_models)
+        if self.aliases or self.pool.has_models:
+            return requests.with_alias(bytes(body), self.aliases)
+        return bytes(body)
 
 
 def _check(incoming: web.Request) -> None:
@@ -177,5 +177,3 @@ def _check(incoming: web.Request) -> None:
         raise ProxyError("the request target must be a path without %u, # and ..", 400)
     if not HttpVersion10 <= incoming.version <= HttpVersion11:
         raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
-    if not names_one_client(incoming.headers):
-        raise ProxyError("an API key comes twice, or Connection names its header", 400)

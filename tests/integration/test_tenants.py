@@ -319,6 +319,14 @@ async def test_salt_of_a_wrong_type_is_refused(
         assert len(rig.requests_seen()) == n_seen
 
 
+async def test_salt_of_a_wrong_type_is_refused_by_warm_too(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        body = {"messages": question("a"), "cache_salt": 1}
+        async with rig.client.post(rig.admin_url + "/warm", json=body) as reply:
+            assert reply.status == 400
+            assert (await reply.json())["error"] in SALT_REFUSED
+
+
 async def test_salt_in_a_body_that_is_too_deep_is_refused(start_rig: StartRig) -> None:
     """llama-server would take such a body, and nobody would know whose tokens its slot holds."""
     async with start_rig() as rig:

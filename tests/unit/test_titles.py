@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.model import Checkpoint, Family, Title, title_of
 from proxy.explain.sketch import words_of
-from proxy.explain.views import client_name
+from proxy.serving.tenants import client_name
 from tests.unit.builders import candidate, checkpoint
 
 
