@@ -66,8 +66,8 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
-    of a stream only if that was kept. `complaint` is llama-server's error in a few words, if it has one.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
+    `complaint` is llama-server's error in a few words, if it has one.
     """
 
     status: int
@@ -90,18 +90,10 @@ class AnswerReader:
     Events that are not understood are ignored. In a stream that was cut, only complete calls are found.
     """
 
-    def __init__(
-        self,
-        content_type: str,
-        route: Route | None = None,
-        n_ends: int = 1,
-        *,
-        keeps_text: bool = False,
-    ) -> None:
-        """*route* tells where an answer has its calls; without a route no calls are read.
+    def __init__(self, content_type: str, route: Route | None = None, n_ends: int = 1) -> None:
+        """*route* tells where an answer has its calls; without a route neither calls nor text are kept.
 
         *n_ends* is how many completions the answer has: a native stream tells the end of each.
-        Only a reader that *keeps_text* can say what a stream said: that takes 250 bytes a token.
         """
         self._is_stream = content_type.startswith("text/event-stream")
         self._route = route
@@ -111,7 +103,8 @@ class AnswerReader:
         self._calls: list[CallMade] = []
         self._growing: dict[Any, list[str]] = {}
         """The id, the name and the parts of the arguments of calls that are not complete yet."""
-        self._text_lines: list[bytes] | None = [] if keeps_text else None
+        self._text_lines: list[bytes] = []
+        """The lines of a stream that bring text: 250 bytes a token."""
         self._n_ends = n_ends
         self._has_ended = False
         self.has_token = False
@@ -141,7 +134,7 @@ class AnswerReader:
     def _read_line(self, line: bytes) -> None:
         # Nearly all lines are such, and parsing them would cost more than relaying them.
         if _has_any(_TEXT_EVENTS, line):
-            if self._text_lines is not None:
+            if self._route is not None:  # else the stream may have no end
                 self._text_lines.append(line)
             if not _SAYS_MORE.search(line):
                 self.has_token = True
@@ -193,7 +186,7 @@ class AnswerReader:
 
     def said(self) -> str:
         """Return the answer's text without its reasoning, once the answer has passed."""
-        kept = (line[5:] for line in self._text_lines or ())
+        kept = (line[5:] for line in self._text_lines)
         lines = kept if self._is_stream else [self._buffer]
         events = (object_in(bytes(line)) or {} for line in lines)
         return "".join(chain.from_iterable(map(_texts_of, events)))

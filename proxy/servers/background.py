@@ -262,6 +262,8 @@ class Ahead:
 
     def note(self, process: Process, request: Request) -> None:
         """Begin soon behind the answer to a request; an answer aside leaves the one before its turn."""
+        if not self._max_seconds:
+            return
         if request.kind is not Kind.SIDE:
             answer = request.answer
             # After a tool call no message of the user follows.
@@ -269,18 +271,13 @@ class Ahead:
             # What is evaluated for a client that moves between machines is lost with its next move.
             is_visit = self._is_visit and request.kind is Kind.TOOL_TURN
             self._is_visit = is_visit or request.shared.startswith("fetched")
-            may_follow = is_last and request.keeps_text and not self._is_visit
+            is_plain = request.conversation is not None and not (request.wishes or request.warms)
+            may_follow = is_last and is_plain and process.is_caching and not self._is_visit
             self._last = (process, request) if may_follow else None
-        if self._last and self._max_seconds and not self._evaluating:
+        if self._last and not self._evaluating:
             if self._waiting:
                 self._waiting.cancel()  # it is that of an earlier answer
             self._waiting = process.tasks.start(self._begin(*self._last))
-
-    def may_follow(self, process: Process, request: Request) -> bool:
-        """Return whether a request may be gone on with once it is answered."""
-        is_plain = not (request.wishes or request.warms)
-        is_cached = process.is_caching and request.conversation is not None
-        return bool(self._max_seconds) and is_cached and is_plain
 
     async def close(self) -> None:
         """Stop, and begin no more."""

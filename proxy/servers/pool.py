@@ -117,7 +117,6 @@ class Pool(Addresses):
 
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
-        request.keeps_text = self.ahead.may_follow(process, request)
         self._fatal.refuse(request)
         try:
             await self._watched(server, request, self.cache.serve(process, request))

@@ -91,7 +91,6 @@ class Request:
     answered_at: float = 0.0  # when its answer was whole, or its client left (monotonic)
     foresee: Callable[[], Judgement] = not_looked_up
     """Returns the judgement that will be reported if all goes as planned."""
-    keeps_text: bool = False  # whether the text of its answer is kept, even of a stream
     shared: str = ""  # what the shared store gave; empty if nothing was asked of it
     fetch_seconds: float = 0.0  # how long that took
     _received: tuple[bytes, GenerationBody | None] = (b"", None)

@@ -136,9 +136,8 @@ class Exchange:
             await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
-        keeps_text = request is not None and request.keeps_text
         n_ends = request.n_completions if request else 1
-        self._reader = AnswerReader(content_type, route, n_ends, keeps_text=keeps_text)
+        self._reader = AnswerReader(content_type, route, n_ends)
         return await self._pass_on(target, stream_edit, body, edited)
 
     async def _pass_on(

@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.core.messages import Kind, Route
+from proxy.core.messages import Conversation, Kind, Route
 from proxy.llama.answers import Answer
 from proxy.servers.background import Ahead
 from proxy.serving.request import Request
 from proxy.tasks import Tasks
 from tests.lab.waiting import until
+
+CHAT = Conversation(bytes(16), ("user",), (9,))
 
 
 async def test_the_conversation_that_was_answered_last_is_gone_on_with(monkeypatch: Any) -> None:
@@ -28,10 +30,10 @@ async def test_the_conversation_that_was_answered_last_is_gone_on_with(monkeypat
             waiting.remove(request.session)
 
     monkeypatch.setattr(Ahead, "_begin", wait)
-    ahead, process = Ahead(20.0), cast(Any, SimpleNamespace(tasks=Tasks()))
+    ahead, process = Ahead(20.0), cast(Any, SimpleNamespace(tasks=Tasks(), is_caching=True))
     new = partial(Request, path="", route=Route.CHAT, keys={}, relay=cast(Any, None))
     for session in "ab":
-        request = new(session=session, kind=Kind.FIRST, keeps_text=True)
+        request = new(session=session, kind=Kind.FIRST, conversation=CHAT)
         request.answer = Answer(200, None)
         ahead.note(process, request)
         await asyncio.sleep(0)
@@ -55,14 +57,14 @@ async def test_a_task_that_ends_leaves_the_one_that_evaluates_at_another_server_
     monkeypatch.setattr(Ahead, "_evaluate", evaluate)
     monkeypatch.setattr("proxy.servers.background._IDLE_SECONDS", 0.0)
     faults = SimpleNamespace(suppressed=lambda stage: nullcontext())
-    parts = {"tasks": Tasks(), "faults": faults, "settling": []}
+    parts = {"tasks": Tasks(), "faults": faults, "settling": [], "is_caching": True}
     ahead, process = Ahead(20.0), cast(Any, SimpleNamespace(**parts))
     for session in "ab":
         await ahead.give_way("other")
         request = Request(
             path="", route=Route.CHAT, keys={}, relay=cast(Any, None), session=session
         )
-        request.keeps_text, request.answer = True, Answer(200, None)
+        request.conversation, request.answer = CHAT, Answer(200, None)
         ahead.note(process, request)
         await until(lambda: ahead._evaluating is not None)
     ends["a"].set()
