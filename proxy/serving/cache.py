@@ -63,8 +63,9 @@ class Cache:
         Such a chat takes a slot only if that slot holds nothing of worth.
         """
         n_bytes, rates = len(request.raw), process.rates
-        is_plain = not (request.wishes or request.warms) and requests.honours_id_slot(request.route)
-        if not is_plain or n_bytes > _MAX_BRIEF_BYTES:
+        if n_bytes > _MAX_BRIEF_BYTES or request.wishes or request.warms:
+            return False
+        if not requests.honours_id_slot(request.route):
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // BYTES_PER_TOKEN)
         if rates.is_measured and seconds > _LOOKING_SECONDS:
