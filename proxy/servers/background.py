@@ -145,9 +145,9 @@ async def _drain(process: Process, seconds: float) -> None:
 
 
 async def _settle(process: Process, seconds: float) -> None:
-    def when_idle() -> Choice[None] | None:
+    def when_idle() -> Choice | None:
         is_busy = any(slot.is_leased for slot in process.slots)
-        return None if is_busy else Choice(tuple(slot.id for slot in process.slots), None)
+        return None if is_busy else Choice(tuple(slot.id for slot in process.slots))
 
     with suppress(TimeoutError, ServerAway, FreeElsewhere, TooManyRequests):
         async with asyncio.timeout(seconds):
@@ -344,7 +344,7 @@ class Ahead:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
 
 
-def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease[None] | None:
+def _lease_if_idle(process: Process, slot_id: SlotId) -> Lease | None:
     """Lease a slot if nothing runs or starts; raises UpstreamUnreachable if the process is gone."""
     process.require_alive()
     is_busy = process.launches.turns.is_taken or any(slot.is_leased for slot in process.slots)

@@ -45,7 +45,7 @@ from proxy.log import get_logger
 from proxy.servers.attach import attach, look_again
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
-from proxy.serving.queue import Choice, Lease, SlotQueue
+from proxy.serving.queue import Lease, SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.services import ServerServices, Services
 from proxy.serving.tenants import warn_of_several
@@ -412,7 +412,7 @@ class Server(Watched):
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
-                Lease(process.queue, Choice((slot.id,), None)).hand_over(ended)
+                Lease(process.queue, (slot.id,)).hand_over(ended)
 
 
 def kind_of(fault: errors.UpstreamFault) -> DegradationKind:

@@ -49,7 +49,7 @@ class CachedRequest:
 
     _account: Account
     _inquiry: Inquiry
-    _lease: Lease[Plan]
+    _lease: Lease
     _begin_evaluation: Callable[[], Awaitable[None]]
     _reading: "asyncio.Task[None] | None" = None
     _is_placed = True  # known to run in its slot
@@ -86,7 +86,7 @@ class CachedRequest:
                 self._keep_most_useful(planning.look_up(process, self._prompt)[0])
         lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_overtaken=True)
         with self._kept, await lease as self._lease:
-            request.account = self._account = Account(self._lease.plan, self._prompt.n_tokens)
+            request.account = self._account
             if self._extended:
                 request.foresee = lambda: Judgement(Cause.HIT)
             else:
@@ -145,8 +145,11 @@ class CachedRequest:
             if (store := self._process.opened_store) is not None:
                 store.note_asked(self._prompt.namespace, self._prompt.tokens)
 
-    def _choose(self) -> Choice[Plan] | None:
-        """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
+    def _choose(self) -> Choice | None:
+        """Plan the request over the present slots and checkpoints; None means that it goes on waiting.
+
+        The last plan holds: its slot is granted at once, or the request chooses again.
+        """
         if held := self._extended:
             # Nothing is restored or displaced, and `can_extend` says that the request need not wait.
             slot = self._process.slots.holder(held)
@@ -156,7 +159,10 @@ class CachedRequest:
             return None
         else:
             plan = planning.plan_behind_media(self._process, self._request) or self._plan_now()
-        return Choice((plan.slot_id,), plan, plan.is_warm, self._prompt.tokens) if plan else None
+        if plan is None:
+            return None
+        self._account = Account(plan, self._prompt.n_tokens)
+        return Choice((plan.slot_id,), plan.is_warm, self._prompt.tokens)
 
     def _plan_now(self) -> Plan | None:
         """Look the prompt up; return the cheapest plan, whose checkpoint cannot be evicted from now on."""

@@ -211,8 +211,8 @@ class SimilarRequest(CachedRequest):
         n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
         n_reused, n_at_most = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
         plan = replace(self._plan, start=Start(chosen.id, n_reused, n_at_most), stops=())
-        self._lease.move(plan.slot_id, plan)
-        process.slots[plan.slot_id].destined = prompt.tokens
+        self._lease.move(chosen.id)
+        chosen.destined = prompt.tokens
         self._account.move(plan)
 
     def _confirmed(self, answer: Answer) -> Answer:

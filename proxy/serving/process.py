@@ -264,9 +264,7 @@ class Process(ServerServices):
 
     # The actions on a leased slot.
 
-    async def finish(
-        self, lease: Lease[Any], action: "Coroutine[Any, Any, T] | asyncio.Future[T]"
-    ) -> T:
+    async def finish(self, lease: Lease, action: "Coroutine[Any, Any, T] | asyncio.Future[T]") -> T:
         """Await a slot action that must not be cut short: it keeps the lease of a cancelled caller."""
         task = action if isinstance(action, asyncio.Future) else self.tasks.start(action)
         try:

@@ -22,15 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from proxy.core.model import ExpectedState, SlotId
 from proxy.core.slots import TAINTED, SlotPhase, SlotTable
 from proxy.core.tokens import TokenIds
 from proxy.errors import TooManyRequests, replaced
 from proxy.tasks import Turn, Turns
-
-C = TypeVar("C")
 
 MAX_OVERTAKES = 8
 """How many later requests may take a lease before one that waits for a better slot."""
@@ -39,28 +37,26 @@ MAX_LOOKED_AT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[C]):
-    """The slots that a request takes, and its plan for them, if it has one.
+class Choice:
+    """The slots that a request takes.
 
     `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
     `destined` are the tokens that the request will put there.
     """
 
     slot_ids: tuple[SlotId, ...]
-    plan: C
     is_warm: bool = False
     destined: TokenIds | None = None
 
 
-class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
+class Lease(AbstractContextManager["Lease"]):
     """The exclusive right to some slots; leaving the `with` block gives them back."""
 
-    def __init__(self, queue: "SlotQueue", choice: Choice[C]) -> None:
+    def __init__(self, queue: "SlotQueue", slot_ids: Iterable[SlotId]) -> None:
         self._queue = queue
-        self.reserved = set(choice.slot_ids)
+        self.reserved = set(slot_ids)
         """The slots that are not free yet, handed over or not."""
         self._keeper: asyncio.Future[Any] | None = None
-        self.plan = choice.plan
 
     @property
     def held(self) -> tuple[SlotId, ...]:
@@ -81,12 +77,11 @@ class Lease(AbstractContextManager["Lease[C]"], Generic[C]):
             self._queue.table.set_content(slot_id, TAINTED)
             self._queue.table[slot_id].phase = SlotPhase.CLOSING
 
-    def move(self, slot_id: SlotId, plan: C) -> None:
+    def move(self, slot_id: SlotId) -> None:
         """Exchange all slots for a free one; the caller must hold the queue."""
         left = self.held
         self._queue.table.lease(slot_id, time.monotonic())
         self.reserved.add(slot_id)
-        self.plan = plan
         self._queue.take_back(self, left)
 
     def hand_over(self, task: "asyncio.Future[Any]") -> None:
@@ -106,8 +101,8 @@ class FreeElsewhere(Exception):
 @dataclass(slots=True, eq=False)
 class _Waiting:
     since: float
-    choose: Callable[[], Choice[Any] | None]
-    granted: "asyncio.Future[Lease[Any]]"
+    choose: Callable[[], Choice | None]
+    granted: "asyncio.Future[Lease]"
     n_overtakes_left: int
     """How many later requests may still take a lease before this one."""
     is_placement: bool
@@ -120,7 +115,7 @@ class SlotQueue:
         self.table = table
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
-        self._placement: Lease[Any] | None = None
+        self._placement: Lease | None = None
         self._choosing = Turns(self.reconsider)
         self.expected: list[ExpectedState] = []
         """The states that are about to be saved, overdue ones included."""
@@ -146,12 +141,12 @@ class SlotQueue:
 
     async def lease(
         self,
-        choose: Callable[[], Choice[C] | None],
+        choose: Callable[[], Choice | None],
         *,
         since: float | None = None,
         may_be_overtaken: bool = False,
         is_placement: bool = False,
-    ) -> Lease[C]:
+    ) -> Lease:
         """Wait for the turn and for slots to choose from.
 
         The place in the queue goes by *since*, the arrival on the monotonic clock; by default it is now.
@@ -165,7 +160,7 @@ class SlotQueue:
             return self._reserve(choice, is_placement=is_placement)
         if len(self._waiting) >= self._max_waiting:
             raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
-        granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         n_overtakes_left = MAX_OVERTAKES if may_be_overtaken else 0
         since = time.monotonic() if since is None else since
         waiting = _Waiting(since, choose, granted, n_overtakes_left, is_placement)
@@ -177,16 +172,16 @@ class SlotQueue:
             self._abandon(waiting)
             raise
 
-    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
+    def _reserve(self, choice: Choice, *, is_placement: bool = False) -> Lease:
         for slot_id in choice.slot_ids:
             self.table.lease(slot_id, time.monotonic())
             self.table[slot_id].destined = choice.destined
-        lease = Lease(self, choice)
+        lease = Lease(self, choice.slot_ids)
         if is_placement:
             self._placement = lease
         return lease
 
-    def try_lease(self, slot_id: SlotId, *, overtakes_all: bool = False) -> Lease[None] | None:
+    def try_lease(self, slot_id: SlotId, *, overtakes_all: bool = False) -> Lease | None:
         """Lease one slot if it is free and no request waits.
 
         With *overtakes_all* others may wait: the caller holds the queue, or is about to start one of them.
@@ -194,7 +189,7 @@ class SlotQueue:
         may_lease = not self.is_closed if overtakes_all else self.grants_at_once
         if not may_lease or self.table[slot_id].is_leased:
             return None
-        return self._reserve(Choice((slot_id,), None))
+        return self._reserve(Choice((slot_id,)))
 
     def _abandon(self, waiting: _Waiting) -> None:
         # Cancelled after the grant, before our task woke up: give the lease back.
@@ -254,7 +249,7 @@ class SlotQueue:
             waiting.granted.set_exception(error)
         return waiting
 
-    def _fitting(self, first: _Waiting, wanted: Choice[Any]) -> tuple[_Waiting, Choice[Any]] | None:
+    def _fitting(self, first: _Waiting, wanted: Choice) -> tuple[_Waiting, Choice] | None:
         """Return a request behind *first* that would go on with the content of the *wanted* slots.
 
         No request overtakes a placement, or one that was overtaken often enough.
@@ -293,7 +288,7 @@ class SlotQueue:
                 self.expected.remove(each)
                 self.reconsider()
 
-    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
+    def end_placement(self, lease: Lease, used: Collection[SlotId]) -> None:
         """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
         if self._placement is lease:
             self._placement = None
@@ -306,7 +301,7 @@ class SlotQueue:
         self.table[slot_id].note_running()
         self.reconsider()
 
-    def take_back(self, lease: Lease[Any], slot_ids: Iterable[SlotId]) -> None:
+    def take_back(self, lease: Lease, slot_ids: Iterable[SlotId]) -> None:
         """Free slots that a lease gives back; if another lease is a placement, they join it instead."""
         given_back = lease.reserved & set(slot_ids)
         lease.reserved -= given_back

@@ -59,11 +59,11 @@ class UncachedRequest:
         self._beside_tokens = b""
         brief = self._request.conversation if self._request.is_brief else None
 
-        def choose() -> Choice[None] | None:
+        def choose() -> Choice | None:
             slots, namespace = self._process.slots, self._namespace
             slot = choose_slot_for_brief(slots, brief, namespace) if brief else None
             slot = slot or choose_slot_for_bypass(slots, namespace, self._digests)
-            return Choice((slot.id,), None) if slot else None
+            return Choice((slot.id,)) if slot else None
 
         with await self._process.queue.lease(choose, since=self._request.arrived_at) as lease:
             (slot_id,) = lease.held
@@ -123,7 +123,7 @@ class UncachedRequest:
         process.report.not_looked_up(request, request.why or obstacle)
         return answer
 
-    async def _clear_way(self, lease: Lease[None]) -> bool:
+    async def _clear_way(self, lease: Lease) -> bool:
         """Save what would be lost, and erase what may not be reused; return False if that failed."""
         cleared: set[SlotId] = set()
         is_clear = True
@@ -135,7 +135,7 @@ class UncachedRequest:
             cleared |= left
         return is_clear
 
-    async def _clear(self, lease: Lease[None], slot_id: SlotId) -> bool:
+    async def _clear(self, lease: Lease, slot_id: SlotId) -> bool:
         process = self._process
         content = process.slots[slot_id].content
         if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
@@ -164,14 +164,14 @@ class UncachedRequest:
             held = TAINTED if is_tainted else self._request.as_left(unknown)
             self._process.slots.set_content(slot_id, held)
 
-    def _abandon(self, lease: Lease[None]) -> None:
+    def _abandon(self, lease: Lease) -> None:
         """Hold the slots until the request can no longer run in them."""
         if not (lease.held and self._request.is_sent):
             return  # a slot action took over the lease, or nothing has begun
         self._mark_unknown(lease.held)
         lease.hand_over(self._process.tasks.start(self._outlast(lease)))
 
-    async def _outlast(self, lease: Lease[None]) -> None:
+    async def _outlast(self, lease: Lease) -> None:
         await outlast(self._process, lambda: lease.reserved, self._request)
         await self._end_copy(lease.reserved)
 
@@ -192,11 +192,11 @@ class UncachedRequest:
         with process.faults.suppressed("erase", UpstreamFault):
             await process.overwrite(min(slot_ids, key=lambda slot_id: n_held.get(slot_id, 0)))
 
-    def _choose(self) -> Choice[None] | None:
+    def _choose(self) -> Choice | None:
         slots = self._process.slots
         free = tuple(slot.id for slot in slots.free())
         can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
-        return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
+        return Choice(free) if can_be_placed and len(free) >= self._n_slots else None
 
     def _can_join(self, slot: Slot) -> bool:
         """Return whether the request may run in a slot that is in use now, once its request has ended."""
@@ -205,7 +205,7 @@ class UncachedRequest:
             return False  # it is not known yet whose tokens the slot will hold then
         return not must_be_erased(process.rule, slot.content, self._namespace)
 
-    async def _await_placement(self, lease: Lease[None]) -> None:
+    async def _await_placement(self, lease: Lease) -> None:
         """Release the other slots as soon as llama-server has chosen one."""
         pause = _FIRST_LOOK_SECONDS
         while self._before is not None:
@@ -218,7 +218,7 @@ class UncachedRequest:
                 self._process.queue.end_placement(lease, used)
                 return
 
-    async def _used(self, lease: Lease[None]) -> list[SlotId]:
+    async def _used(self, lease: Lease) -> list[SlotId]:
         """Return the slots in which the request ran; all leased slots if that is not known."""
         used = None if self._is_placed else await begun_since(self._process, self._before)
         if used is None or self._is_placed:  # others may have begun in slots that were given back

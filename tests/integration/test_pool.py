@@ -101,7 +101,7 @@ async def test_request_goes_where_it_need_not_wait_for_cells(start_rig: StartRig
         process = rig.running.pool.processes[0]
         process.has_run_out_of_cells = True
         [empty] = [slot for slot in process.slots if isinstance(slot.content, Empty)]
-        running = Choice((empty.id,), None, destined=run_of(1200))
+        running = Choice((empty.id,), destined=run_of(1200))
         with await process.queue.lease(lambda: running):
             await rig.chat(next_question(question("a"), first))
         assert served_by(second) == 1

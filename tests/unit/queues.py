@@ -10,7 +10,7 @@ from proxy.serving.queue import Choice, Lease, SlotQueue
 from tests.lab.waiting import HANG_SECONDS
 
 T = TypeVar("T")
-Choose = Callable[[], Choice[str] | None]
+Choose = Callable[[], Choice | None]
 ONE, TWO = SlotId(0), SlotId(1)
 
 
@@ -18,22 +18,22 @@ def queue_of(n_slots: int, max_waiting: int = 10) -> SlotQueue:
     return SlotQueue(SlotTable([Empty() for _ in range(n_slots)]), max_waiting)
 
 
-def any_slot(queue: SlotQueue, reason: str = "") -> Choose:
-    def choose() -> Choice[str] | None:
+def any_slot(queue: SlotQueue) -> Choose:
+    def choose() -> Choice | None:
         free = queue.table.free()
-        return Choice((free[0].id,), reason) if free else None
+        return Choice((free[0].id,)) if free else None
 
     return choose
 
 
 def both_slots(queue: SlotQueue) -> Choose:
-    def choose() -> Choice[str] | None:
-        return Choice((ONE, TWO), "both") if len(queue.table.free()) == 2 else None
+    def choose() -> Choice | None:
+        return Choice((ONE, TWO)) if len(queue.table.free()) == 2 else None
 
     return choose
 
 
-async def join(queue: SlotQueue, choose: Choose, **how: bool) -> "asyncio.Task[Lease[str]]":
+async def join(queue: SlotQueue, choose: Choose, **how: bool) -> "asyncio.Task[Lease]":
     """Return a task that has begun to wait for a lease."""
     task = asyncio.get_running_loop().create_task(queue.lease(choose, **how))
     await asyncio.sleep(0)
@@ -52,8 +52,8 @@ def n_free(queue: SlotQueue) -> int:
 def fitting(queue: SlotQueue, slot_id: SlotId = ONE) -> Choose:
     """Return who wants one slot only, and would go on with what it holds."""
 
-    def choose() -> Choice[str] | None:
-        return None if queue.table[slot_id].is_leased else Choice((slot_id,), "warm", is_warm=True)
+    def choose() -> Choice | None:
+        return None if queue.table[slot_id].is_leased else Choice((slot_id,), is_warm=True)
 
     return choose
 

@@ -56,9 +56,9 @@ def test_announced_states_of_several_requests_go_one_by_one() -> None:
 def patient(queue: SlotQueue, seen: list[tuple[ExpectedState, ...]]) -> Choose:
     """Return who declines a free slot as long as something is coming."""
 
-    def choose() -> Choice[str] | None:
+    def choose() -> Choice | None:
         seen.append(tuple(queue.expected))
-        return None if seen[-1] else Choice((TWO,), "there")
+        return None if seen[-1] else Choice((TWO,))
 
     return choose
 
@@ -69,7 +69,7 @@ async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_wi
 ) -> None:
     queue = queue_of(2)
     seen = list[tuple[ExpectedState, ...]]()
-    held = await queue.lease(lambda: Choice((ONE,), ""))
+    held = await queue.lease(lambda: Choice((ONE,)))
     try:
         with queue.announced(arrival()):
             waiting = await join(queue, patient(queue, seen), may_be_overtaken=True)
@@ -78,6 +78,6 @@ async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_wi
                 raise KeyError
     except KeyError:
         pass
-    assert (await soon(waiting)).plan == "there"
+    assert (await soon(waiting)).held == (TWO,)
     assert seen[0] and not seen[-1]
     held.release()

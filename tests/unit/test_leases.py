@@ -12,8 +12,8 @@ from tests.unit.queues import ONE, TWO, any_slot, both_slots, join, n_free, queu
 
 async def test_lease_of_a_free_slot_is_granted_at_once() -> None:
     queue = queue_of(1)
-    with await queue.lease(any_slot(queue, "why")) as lease:
-        assert (lease.held, lease.plan) == ((ONE,), "why")
+    with await queue.lease(any_slot(queue)) as lease:
+        assert lease.held == (ONE,)
         assert n_free(queue) == 0
     assert n_free(queue) == 1
 
@@ -205,7 +205,7 @@ async def test_release_twice_does_not_free_somebody_elses_lease() -> None:
 
 
 async def test_exception_in_choose_reaches_who_asks() -> None:
-    def broken() -> Choice[str] | None:
+    def broken() -> Choice | None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
@@ -216,7 +216,7 @@ async def test_exception_in_choose_of_a_waiter_reaches_it_and_the_queue_moves_on
     queue = queue_of(1)
     held = await queue.lease(any_slot(queue))
 
-    def broken() -> Choice[str] | None:
+    def broken() -> Choice | None:
         raise KeyError("broken")
 
     unlucky, lucky = await join(queue, broken), await join(queue, any_slot(queue))
@@ -230,7 +230,7 @@ async def test_exception_in_choose_of_a_waiter_reaches_it_and_the_queue_moves_on
 async def test_choice_of_a_leased_slot_harms_the_one_who_made_it_only() -> None:
     queue = queue_of(2)
     held, other = await queue.lease(any_slot(queue)), await queue.lease(any_slot(queue))
-    choices = iter([None, Choice((ONE, TWO), "wrong")])
+    choices = iter([None, Choice((ONE, TWO))])
     mistaken = await join(queue, lambda: next(choices))
     lucky = await join(queue, any_slot(queue))
     held.release()
@@ -251,12 +251,12 @@ async def test_try_lease_takes_a_free_slot_only_when_nobody_waits() -> None:
     assert queue.try_lease(TWO) is not None
 
 
-async def placement(queue: SlotQueue) -> Lease[str]:
+async def placement(queue: SlotQueue) -> Lease:
     """Return the lease of a request that llama-server may put into any idle slot."""
 
-    def all_free() -> Choice[str] | None:
+    def all_free() -> Choice | None:
         free = tuple(slot.id for slot in queue.table.free())
-        return Choice(free, "anywhere") if free else None
+        return Choice(free) if free else None
 
     return await queue.lease(all_free, is_placement=True)
 
