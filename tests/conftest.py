@@ -49,6 +49,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _logs_of_its_own() -> Iterator[None]:
-    """Undo what a command sets up in this process: `doctor` logs nothing, and nothing would be captured."""
+    """Undo what a command sets up in this process: `doctor` logs nothing, and nothing would be captured.
+
+    Tracebacks are plain, as the proxy logs them: structlog's own show all variables, which takes seconds
+    beside busy loops, and the event loop stands still meanwhile.
+    """
+    plain = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
     yield
     structlog.reset_defaults()
