@@ -90,7 +90,7 @@ class CachedRequest:
             if self._extended:
                 request.foresee = lambda: Judgement(Cause.HIT)
             else:
-                self._note_planned()
+                self._inquiry = Inquiry(process, self._prompt, request.chat or self._body)
                 request.foresee = lambda: self._inquiry.foresee(self._account, request.id)
                 state = planning.first_save(process, self._prompt, self._plan)
                 self._kept.enter_context(process.queue.announced(state))
@@ -194,10 +194,6 @@ class CachedRequest:
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._kept.enter_context(self._process.store.keep(checkpoint))
         self._process.store.verify_soon(checkpoint)
-
-    def _note_planned(self) -> None:
-        with self._process.faults.suppressed("explain"):  # only the explanation suffers
-            self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
 
     # The slot is prepared as the plan says.
 
@@ -379,8 +375,8 @@ class CachedRequest:
         """Go on with the prompt that was read meanwhile."""
         self._prompt, self._extended = prompt, None
         self._note_asked()
-        self._note_planned()
         process, slot = self._process, self._process.slots[self._plan.slot_id]
+        self._inquiry = Inquiry(process, prompt, self._request.chat or self._body)
         self._account.plan = plan_extension(prompt, process.rule, slot, process.rates)
         self._account.n_prompt = prompt.n_tokens
 
