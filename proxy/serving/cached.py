@@ -159,7 +159,7 @@ class CachedRequest:
             return None
         else:
             plan = planning.plan_behind_media(self._process, self._request) or self._plan_now()
-        if plan is None:
+        if not plan:
             return None
         self._account = Account(plan, self._prompt.n_tokens)
         return Choice((plan.slot_id,), plan.is_warm, self._prompt.tokens)
