@@ -95,28 +95,28 @@ def test_what_loads_nothing(swap: Swap) -> None:
 
 
 @asynccontextmanager
-async def streaming(client: aiohttp.ClientSession, n_predict: int) -> AsyncIterator[Any]:
-    """Begin a stream of the model full, and read it to its end."""
+async def streaming(client: aiohttp.ClientSession, n_predict: int = -1) -> AsyncIterator[Any]:
+    """Begin a stream of the model full; what is not read of it is left."""
     body = {"model": "full", "prompt": PROMPT, "stream": True, "ignore_eos": True}
     async with client.post("/completion", json={**body, "n_predict": n_predict}) as reply:
         await reply.content.readline()
         yield reply.content
-        assert b'"stop":true' in [line async for line in reply.content if line.strip()][-1]
 
 
 async def test_a_busy_model_is_waited_for_and_serves_as_many_as_it_may(swap: Swap) -> None:
     complete(swap, "full")
     body = {"prompt": PROMPT, "n_predict": 1}
     async with aiohttp.ClientSession(swap.base_url) as client:
-        async with streaming(client, 7000):
+        async with streaming(client, 3000) as busy:
             other = client.post("/completion", json={**body, "model": HYBRID})
             queued = asyncio.ensure_future(other)
-            async with streaming(client, 2000):  # overtakes the one that waits
+            async with streaming(client):  # overtakes the one that waits
                 async with client.get("/upstream/full/health") as reply:
                     assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
                     assert (await reply.json())["error"] == "Too many requests"
             assert not queued.done()
             assert swap.states() == {"full": "ready"}
+            assert b'"stop":true' in [line async for line in busy if line.strip()][-1]
         async with await queued as reply:
             assert reply.status == 200
     assert swap.states() == {HYBRID: "ready"}
@@ -124,14 +124,11 @@ async def test_a_busy_model_is_waited_for_and_serves_as_many_as_it_may(swap: Swa
 
 async def test_unloading_cuts_what_runs_and_it_seems_to_have_ended(swap: Swap) -> None:
     complete(swap, "full")
-    body = {"model": "full", "prompt": PROMPT, "n_predict": -1, "stream": True, "ignore_eos": True}
-    async with aiohttp.ClientSession(swap.base_url) as client:
-        async with client.post("/completion", json=body) as stream:
-            await stream.content.readline()
-            async with client.post("/api/models/unload/gpt") as reply:
-                assert (reply.status, await reply.text()) == (200, "OK")
-            assert swap.states() == {}
-            assert b'"stop":true' not in await stream.content.read()
+    async with aiohttp.ClientSession(swap.base_url) as client, streaming(client) as stream:
+        async with client.post("/api/models/unload/gpt") as reply:
+            assert (reply.status, await reply.text()) == (200, "OK")
+        assert swap.states() == {}
+        assert b'"stop":true' not in await stream.read()
 
 
 def test_a_process_that_died_is_started_again_by_the_next_request(swap: Swap) -> None:

@@ -145,7 +145,7 @@ def said_by_swap(folder: Path) -> Iterator[str]:
         yield str(swap.request("GET", "/upstream/coder/slots")[1])
         for model in ({"model": "nosuch"}, {}, {"model": "broken"}):
             yield str(swap.request("POST", "/completion", {"prompt": IDS[:9], **model})[1])
-        body = {"model": "coder", "prompt": IDS[:9], "n_predict": 3000, "ignore_eos": True}
+        body = {"model": "coder", "prompt": IDS[:9], "n_predict": 1000, "ignore_eos": True}
         with ThreadPoolExecutor() as clients:
             several = clients.map(lambda _: swap.request("POST", "/completion", body)[1], range(2))
             yield "".join(map(str, several))
