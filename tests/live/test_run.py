@@ -37,6 +37,7 @@ N_BEFORE = 3
 AT_DEFAULT = {"LLAMA_PREFIX_CACHE_LOG_LEVEL": "info"}
 
 StartRun = Callable[..., RunProcess]
+Refused = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -396,6 +397,34 @@ def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_
     assert len(said.splitlines()) <= 12
 
 
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Return a function that has `run` refuse in this process, and returns the status and what is said.
+
+    Of llama-server only --help is run: what starts it after all ends, and fails the test.
+    """
+    program, started = tmp_path / "program", tmp_path / "started"
+    helps = f'[ "$1" = --help ] && exec {find_llama_server()} --help'
+    program.write_text(f"#!/bin/sh\n{helps}\ntouch {started}\nexit 1\n")
+    program.chmod(0o700)
+    (tmp_path / "slots").mkdir(mode=0o700)
+    for name in os.environ:
+        if name.startswith(("LLAMA_PREFIX_CACHE_", "LLAMA_ARG_")):
+            monkeypatch.delenv(name)
+
+    def refused(
+        *arguments: str, environment: dict[str, str] | None = None, **options: str
+    ) -> tuple[int, str]:
+        settings = {"slot_save_path": str(tmp_path / "slots"), "listen": "127.0.0.1:0", **options}
+        given = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        words = ["run", "--admin=127.0.0.1:0", *given, "--", str(program), *arguments]
+        result = CliRunner(env=environment).invoke(main, words)
+        assert not started.exists(), result.output
+        return result.exit_code, result.output
+
+    return refused
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "named"),
     [
@@ -404,21 +433,16 @@ def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_
     ],
 )
 def test_conflict_is_named_and_nothing_is_started(
-    new_run: StartRun, arguments: tuple[str, ...], environment: dict[str, str], named: str
+    refused: Refused, arguments: tuple[str, ...], environment: dict[str, str], named: str
 ) -> None:
-    run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, *arguments), environment=environment)
-    run.start()
-    assert run.ended() == 2
-    assert named in run.log_text()
-    assert run.server_pids() == []
+    status, said = refused(*arguments, environment=environment)
+    assert status == 2 and named in said
 
 
-def test_option_of_the_proxy_behind_the_command_is_named(new_run: StartRun) -> None:
-    run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, "--listen=127.0.0.1:1", "--config", "a.yaml"))
-    run.start()
-    assert run.ended() == 2
-    last = run.log_text().splitlines()[-2:]
-    assert last == [
+def test_option_of_the_proxy_behind_the_command_is_named(refused: Refused) -> None:
+    status, said = refused("--listen=127.0.0.1:1", "--config", "a.yaml")
+    assert status == 2
+    assert said.splitlines()[-2:] == [
         f"  {each} is for the proxy: put it before `--`" for each in ("--listen", "--config")
     ]
 
@@ -430,48 +454,25 @@ def test_llama_server_that_only_tells_its_version_has_not_died(new_run: StartRun
     assert "version: " in run.log_text() and "llama-prefix-cache" not in run.log_text()
 
 
-def test_file_in_place_of_the_directory_is_named_as_one(new_run: StartRun, tmp_path: Path) -> None:
+def test_file_in_place_of_the_directory_is_named_as_one(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    run = new_run(options=("--slot-save-path", str(tmp_path / "file")))
-    run.start()
-    assert run.ended() == 2
-    assert f"{tmp_path / 'file'} is not a directory" in run.log_text()
+    status, said = refused(slot_save_path=str(tmp_path / "file"))
+    assert status == 2 and f"{tmp_path / 'file'} is not a directory" in said
 
 
-def test_port_of_the_proxy_itself_is_refused(new_run: StartRun) -> None:
+def test_port_of_the_proxy_itself_is_refused(refused: Refused) -> None:
     port = str(find_free_port())
-    run = new_run(
-        options=("--listen", f"127.0.0.1:{port}"),
-        arguments=(*LLAMA_SERVER_ARGUMENTS, "--port", port),
-    )
-    run.start()
-    assert run.ended() == 2
-    assert f"--port {port} is the proxy's own" in run.log_text()
+    status, said = refused("--port", port, listen=f"127.0.0.1:{port}")
+    assert status == 2 and f"--port {port} is the proxy's own" in said
 
 
-@pytest.mark.parametrize("program", ["/bin/ls", "/no/such/llama-server"])
-def test_program_that_is_no_llama_server_is_refused(new_run: StartRun, program: str) -> None:
-    run = new_run(program=Path(program))
-    run.start()
-    assert run.ended() == 2
-    assert program in run.log_text() or "not llama-server" in run.log_text()
-    assert "Traceback" not in run.log_text()
-
-
-@pytest.mark.parametrize("whose", ["proxy", "llama-server"])
-def test_port_that_is_taken_is_said_before_anything_is_started(
-    new_run: StartRun, whose: str
+def test_port_of_llama_server_that_is_taken_is_said_before_anything_is_started(
+    refused: Refused,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        if whose == "proxy":
-            run = new_run(options=("--listen", f"127.0.0.1:{port}"))
-        else:
-            run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, "--port", port))
-        run.start()
-        assert run.ended() == 69
-    assert port in run.log_text()
-    assert run.server_pids() == []
+        status, said = refused("--port", port)
+    assert status == 69 and port in said
 
 
 async def test_start_that_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
