@@ -354,7 +354,13 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
 
     worthy = cuts if prompt.is_wanted else worth_a_file(now.rule, cuts, now.candidates, pays)
     stops = choose_stops(
-        now.rule, worthy, now.candidates, n_reused, prompt.n_tokens, shares_header=shares_header
+        now.rule,
+        worthy,
+        now.candidates,
+        n_reused,
+        prompt.n_tokens,
+        shares_header=shares_header,
+        n_busy=now.n_busy,
     )
     return Plan(
         start=options[0],

@@ -129,6 +129,9 @@ def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end()
         Stop(1000),
         Stop(8000),
     )
+    for rule in (RESTORE_POINTS, END_ONLY):
+        alone, beside = (choose_stops(rule, cuts, (), 0, N_PROMPT, n_busy=n) for n in (0, 1))
+        assert [stop for stop in alone if stop not in inside] == list(beside)
 
 
 def test_choose_stops_at_the_end_of_a_prompt_leaves_it_to_llama_server() -> None:
