@@ -55,6 +55,8 @@ class Tier:
         self._seen_at = dict[str, dict[str, float]]()
         """When the objects of an unfinished upload were first seen, by folder and id. Their own times tell
         less: copying keeps them, and S3 gives a large object the time when its upload began."""
+        self._gone = set[str]()
+        """The states that somebody has deleted there since the last look at the capacity."""
         self._listed_at = dict[str, float]()
         """When the last listing of each folder began, by the clock that goes on while a machine sleeps."""
 
@@ -195,17 +197,14 @@ class Tier:
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
         self._lone |= recorded - whole
-        gone = set[str]()
         for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
                 if checkpoint_id in known:
-                    gone.add(record.shared_id)
+                    self._gone.add(record.shared_id)
                 await remote.forget(checkpoint_id)
                 remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
-        if gone:
-            await self.uploads.upload_again(gone)
         halves = (i for i, (kinds, *_) in found.items() if not {META, STATE} <= {*kinds.split()})
         before = self._seen_at.get(folder, {})
         seen_at = self._seen_at[folder] = {i: before.get(i, now) for i in halves}
@@ -216,8 +215,11 @@ class Tier:
                 await remote.bucket.delete(*orphans)
 
     async def _keep_capacity(self) -> None:
-        """Delete a share of what is too much there, whoever has put it there; raises CacheFault."""
-        found, remote = dict[str, Found](), self.remote
+        """Delete a share of what is too much there, whoever has put it there; raises CacheFault.
+
+        What others have deleted goes up again only into room that is left: they may keep the capacity, too.
+        """
+        found, remote, n_left = dict[str, Found](), self.remote, inf
         if self._capacity:
             with remote.trying("list"):
                 async for batch in remote.bucket.list(objects.VERSION):
@@ -229,6 +231,10 @@ class Tier:
             n_over = int(share * (n_bytes - self._capacity))
             for checkpoint in choose_deletions(deletable, n_over, time.time()):
                 await remote.delete(checkpoint)
+            n_left = self._capacity - n_bytes
+        if gone := self._gone:
+            self._gone = set()
+            await self.uploads.upload_again(gone, n_left)
 
     def _deletable(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
         """Return the states that this proxy may delete, and when each was last written or read.
@@ -236,7 +242,8 @@ class Tier:
         These are its own ones, and those that are not in use any more: their writer may be gone for good.
         """
         read, is_own = self.remote.index.record, self.remote.is_own
-        latest = max((at for *_, at in found.values()), default=0.0)  # by the store's own clock
+        # By the store's own clock, which may have been ahead, as may that of this machine.
+        latest = min(time.time(), max((at for *_, at in found.values()), default=0.0))
         ids = (i for i, (*_, at) in found.items() if is_own(i) or at < latest - UNUSED_SECONDS)
         return [(c, found[i][2]) for i in ids if (c := read(objects.index_id(i))) is not None]
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iter
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf
 from pathlib import Path
 from random import random
@@ -219,14 +219,20 @@ class Uploads:
             self._pending.add(checkpoint.id)
             self._wake.set()
 
-    async def upload_again(self, gone: Collection[str]) -> None:
-        """Upload own states that somebody else has deleted there, and that were lately in use here."""
+    async def upload_again(self, gone: Collection[str], n_left: float) -> None:
+        """Upload own states that somebody else has deleted there, and that were lately in use here.
+
+        All of them together may have *n_left* bytes; what was used last comes first.
+        """
         states, used_at = await asyncio.to_thread(list, self._store), time.time() - UNUSED_SECONDS
         own = (c for c in states if c.shared_id in gone and not c.is_fetched)
-        lost = [c.id for c in own if c.last_used_at > used_at]
+        used = sorted((c for c in own if c.last_used_at > used_at), key=lambda c: -c.last_used_at)
+        sums = accumulate(c.size_bytes for c in used)
+        lost = [c.id for c, n_bytes in zip(used, sums, strict=True) if n_bytes <= n_left]
+        await self._store.change_on_disk(*lost, shared_id="")
+        # Only now: one that has its old name is taken for uploaded.
         self._pending.update(lost)
         self._wake.set()
-        await self._store.change_on_disk(*lost, shared_id="")
 
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
         """Delete a state that this proxy has put there once it is needless or not wanted here.

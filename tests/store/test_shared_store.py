@@ -748,6 +748,62 @@ async def test_states_in_use_go_up_again_where_somebody_has_deleted_them(
         assert (a.store.get(used.id) or used).shared_id == again.checkpoint.shared_id
 
 
+async def n_uploads_after(n_rounds: int, *machines: Machine) -> list[float]:
+    """Let each machine in turn look at all that is there, keep the capacity, and upload what waits."""
+    for _ in range(n_rounds):
+        for machine in machines:
+            await machine.find(run_of(3000), is_full=True)
+            await machine.tier._keep_capacity()
+            await machine.tier.uploads.drain(SECOND)
+    return [machine.n_up for machine in machines]
+
+
+async def test_what_a_copy_of_a_machine_deletes_for_the_capacity_does_not_come_back(
+    start: Start, tmp_path: Path
+) -> None:
+    """Both have the same id, so that each deletes what the other has put there."""
+    async with start("a") as a:
+        saved = [await a.save(run_of(3000, start=10_000 * n)) for n in range(6)]
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    limits = SharedLimits(capacity=saved[0].size_bytes * 7 // 2)
+    async with start("a", limits=limits) as a, start("copy", limits=limits) as copy:
+        before = await n_uploads_after(3, a, copy)
+        assert await n_uploads_after(2, a, copy) == before
+        assert len({path.stem for path in objects_in(tmp_path / "shared")}) <= 3
+
+
+async def test_object_with_a_time_in_the_future_makes_no_other_one_unused(
+    start: Start, tmp_path: Path
+) -> None:
+    """As where the clock of a NAS was ahead, or a folder was copied with its times."""
+    async with start("a") as a:
+        first, *_ = [await a.save(run_of(3000, start=10_000 * n)) for n in range(3)]
+        later = time.time() + 1e8
+        os.utime(tmp_path / "shared" / a.tier.remote.name(first, "state"), (later, later))
+        async with start("b", limits=SharedLimits(capacity=first.size_bytes)) as b:
+            await n_uploads_after(1, b)
+            assert len(await a.find(run_of(3000))) == 1
+            assert len({path.stem for path in objects_in(tmp_path / "shared")}) == 3
+
+
+async def test_state_that_goes_up_again_is_not_passed_over_meanwhile(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next upload is chosen in another thread, where a state with a name counts as uploaded."""
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        uploads, change = a.tier.uploads, a.store.change
+
+        def look_and_change(*arguments: Any, **changes: Any) -> Checkpoint | None:
+            uploads._next(a.tier.remote.present())
+            return change(*arguments, **changes)
+
+        monkeypatch.setattr(a.store, "change", look_and_change)
+        for path in objects_in(tmp_path / "shared"):
+            path.unlink()
+        assert await n_uploads_after(1, a) == [2]
+
+
 async def test_states_of_more_models_and_keys_than_are_listed_at_once_go_up(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
