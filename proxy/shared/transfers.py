@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iter
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, islice
+from itertools import islice
 from math import inf
 from pathlib import Path
 from random import random
@@ -226,12 +226,12 @@ class Uploads:
         """
         states, used_at = await asyncio.to_thread(list, self._store), time.time() - UNUSED_SECONDS
         own = (c for c in states if c.shared_id in gone and not c.is_fetched)
-        used = sorted((c for c in own if c.last_used_at > used_at), key=lambda c: -c.last_used_at)
-        sums = accumulate(c.size_bytes for c in used)
-        lost = [c.id for c, n_bytes in zip(used, sums, strict=True) if n_bytes <= n_left]
-        await self._store.change_on_disk(*lost, shared_id="")
-        # Only now: one that has its old name is taken for uploaded.
-        self._pending.update(lost)
+        used = (c for c in own if c.last_used_at > used_at)
+        for each in sorted(used, key=lambda c: -c.last_used_at):
+            if (n_left := n_left - each.size_bytes) >= 0:
+                # One by one: saves wait for the write under way.
+                await self._store.change_on_disk(each.id, shared_id="")
+                self._pending.add(each.id)  # while it has its old name it is taken for uploaded
         self._wake.set()
 
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:

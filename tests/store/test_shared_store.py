@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -784,6 +784,26 @@ async def test_object_with_a_time_in_the_future_makes_no_other_one_unused(
             await n_uploads_after(1, b)
             assert len(await a.find(run_of(3000))) == 1
             assert len({path.stem for path in objects_in(tmp_path / "shared")}) == 3
+
+
+async def test_saves_wait_for_no_more_than_one_of_the_states_that_go_up_again(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is synced to the disk, and all writes to the store are made one after the other."""
+    async with start("a") as a:
+        for n in range(3):
+            await a.save(run_of(3000, start=10_000 * n))
+        n_written, update = list[int](), a.store._directory.update
+
+        def note_and_update(checkpoints: Sequence[Checkpoint]) -> None:
+            n_written.append(len(checkpoints))
+            update(checkpoints)
+
+        monkeypatch.setattr(a.store._directory, "update", note_and_update)
+        for path in objects_in(tmp_path / "shared"):
+            path.unlink()
+        assert await n_uploads_after(1, a) == [6]
+        assert max(n_written) == 1
 
 
 async def test_state_that_goes_up_again_is_not_passed_over_meanwhile(
