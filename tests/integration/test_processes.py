@@ -12,7 +12,7 @@ import pytest
 from proxy.app import run_proxy
 from proxy.core.slots import TAINTED
 from proxy.errors import UpstreamUnreachable
-from proxy.llama.client import QUICK_SECONDS, Props
+from proxy.llama.client import QUICK_SECONDS, LlamaServer, Props
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
@@ -463,6 +463,29 @@ async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
         await until(lambda: len(rig.server.seen_at("save")) > n_saves + 2)
         monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
         assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_several_processes_at_one_address_are_left_alone_until_one_answers(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        answers, n_saved = ["", "other"], len(rig.server.seen_at("save"))
+
+        async def process_id(self: LlamaServer, props: Props) -> str:
+            answers.append(answers.pop(0))
+            return answers[0] or props.media_marker
+
+        monkeypatch.setattr(LlamaServer, "process_id", process_id)
+
+        async def are_told() -> bool:
+            return await rig.reasons() == ["several llama-servers"]
+
+        await until(are_told)
+        assert (await rig.chat("a")).n_reused == 0
+        assert len(rig.server.seen_at("save")) == n_saved
+        answers[:] = [""]
+        await rig.attached()
+        assert await rig.reasons() == []
 
 
 async def test_process_that_is_lost_during_a_look_is_not_attached(

@@ -223,6 +223,26 @@ async def test_request_that_ends_llama_server_twice_is_refused(
         assert (await rig.post(path, body)).status == 200
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_gateway_that_fails_while_llama_server_lives_makes_nothing_suspect(
+    start_rig: StartRig, *, is_stream: bool
+) -> None:
+    """As where it took a connection that llama-server was just closing."""
+    body = {"messages": question("a"), "stream": is_stream}
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        process = rig.running.server.process
+        rig.server.faults.refuse["generate"] = 502
+        n_sent = len(rig.server.seen_at("generate"))
+        for n in range(1, 4):
+            assert (await rig.post(CHAT, body)).status == 502
+            assert len(rig.server.seen_at("generate")) == n_sent + n, "sent once"
+        rig.server.faults.refuse.clear()
+        assert (await rig.post(CHAT, body)).status == 200
+        assert (quarantined(rig), await rig.reasons()) == ([], [])
+        assert rig.running.server.process is process
+
+
 async def test_clock_that_is_set_back_refuses_a_request_no_longer(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
