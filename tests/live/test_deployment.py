@@ -22,5 +22,5 @@ def test_llama_server_knows_every_flag_and_variable_that_it_is_given() -> None:
     assert {"--slot-save-path", "--ctx-size", "--n-gpu-layers", "--metrics"} <= set(flags)
     assert set(flags) - set(known_names(parse_help(told))) == set()
     variables = re.findall(r"LLAMA_ARG_\w+", SETTINGS)
-    assert len(variables) == 5
+    assert len(variables) == 6
     assert [name for name in variables if f"(env: {name})" not in told] == []
