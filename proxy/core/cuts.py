@@ -189,9 +189,8 @@ def _unsaved(rule: Rule, cuts: Cuts, n_busy: int) -> list[int]:
     inside: Iterable[int] = ()
     n_begin = max(cuts.shared, cuts.last_turn_end)
     is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
-    if (
-        cuts.turn_start == cuts.message_end and is_long and not n_busy
-    ):  # the prompt ends with a user message
+    ends_with_user = cuts.turn_start == cuts.message_end
+    if ends_with_user and is_long and not n_busy:
         inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
     if rule.is_end_only:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
