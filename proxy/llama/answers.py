@@ -15,7 +15,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import Route, error_text, list_of, member, object_in, text_of
+from proxy.core.messages import (
+    CONVERSATIONS,
+    Route,
+    error_text,
+    list_of,
+    member,
+    object_in,
+    text_of,
+)
 from proxy.llama.client import Count, Timings
 from proxy.llama.connection import MAX_BUFFERED_BYTES
 from proxy.llama.requests import is_anthropic
@@ -66,8 +74,8 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
-    `complaint` is llama-server's error in a few words, if it has one.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text
+    if it belongs to a conversation. `complaint` is llama-server's error in a few words, if it has one.
     """
 
     status: int
@@ -91,7 +99,7 @@ class AnswerReader:
     """
 
     def __init__(self, content_type: str, route: Route | None = None, n_ends: int = 1) -> None:
-        """*route* tells where an answer has its calls; without a route neither calls nor text are kept.
+        """*route* tells where an answer has its calls; of conversations the text is kept, too.
 
         *n_ends* is how many completions the answer has: a native stream tells the end of each.
         """
@@ -134,7 +142,7 @@ class AnswerReader:
     def _read_line(self, line: bytes) -> None:
         # Nearly all lines are such, and parsing them would cost more than relaying them.
         if _has_any(_TEXT_EVENTS, line):
-            if self._route is not None:  # else the stream may have no end
+            if self._route in CONVERSATIONS:  # others may have no end, and 65 KB a token (n_probs)
                 self._text_lines.append(line)
             if not _SAYS_MORE.search(line):
                 self.has_token = True

@@ -241,6 +241,18 @@ def test_event_that_brings_only_text_is_not_decoded(monkeypatch: pytest.MonkeyPa
     assert len(decoded) == 1
 
 
+def test_text_is_kept_of_conversations_only() -> None:
+    """A native stream may have no end, and with n_probs thousands of bytes for each token."""
+    for route, event, said in (
+        (Route.CHAT, text_event(), "a"),
+        (Route.COMPLETION, b'data: {"content":"a","stop":false}\n\n', ""),
+    ):
+        reader = AnswerReader("text/event-stream", route)
+        reader.feed(event)
+        assert reader.has_token and reader.said() == said
+        assert bool(reader._text_lines) == bool(said)
+
+
 def test_event_that_brings_text_and_timings_is_read() -> None:
     timings = read("text/event-stream", text_event(), text_event(timings=TIMINGS), text_event())
     assert timings == Timings(1996, 5, 1.5, 8)
