@@ -47,7 +47,8 @@ def serve(config: Path | None, **flags: Any) -> None:
     """Serve in front of a llama-server that runs already.
 
     \b
-    llama-server -m model.gguf -np 1 --cache-ram 0 -b 512 --slot-save-path ~/slots --port 8080
+    llama-server -m model.gguf -c 65536 -np 1 --cache-ram 0 -b 512 \\
+        --slot-save-path ~/slots --port 8080
     llama-prefix-cache serve --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
     """
     _serve(command.settings_of(flags, config))
