@@ -218,8 +218,7 @@ bench-load: $(SETUP) llama-server models $(LOAD_TOOLS)
 $(LOAD_TOOLS):
 	@$(NEED_PYTHON)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check aiperf==0.13.0 cache-pressure==0.6.3 \
-	  hearth-llm==0.1.1 kvprof==0.2.0
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check aiperf==0.13.0 hearth-llm==0.1.1 kvprof==0.2.0
 	@touch $@
 
 # Everything on docs/proof.md: at most three hours on two cores. TRACES=folder of Mooncake's traces, without which
