@@ -17,8 +17,8 @@ from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, read_evaluated_tokens
 
 START_SECONDS = 60
-"""llama-swap waits as long for a llama-server that it ends, and then kills it. One that generates with a tiny
-model may not end at SIGTERM (6 and 9 of 60 on a busy machine), only at a second one."""
+"""llama-swap waits as long for a llama-server that it ends, and then kills it. With a tiny model one that
+generates may not end at SIGTERM (6 and 9 of 60 on a busy machine), only at a second one."""
 
 
 def find_llama_swap() -> list[str]:
