@@ -16,7 +16,7 @@ _AFFINITY = {
         "balance roundrobin",
     ),
 }
-_NGINX = """\
+NGINX = """\
 daemon off; master_process off; pid {folder}/nginx.pid; error_log stderr;
 events {{ worker_connections 1024; }}
 http {{
@@ -25,6 +25,7 @@ http {{
 {conf}
 }}
 """
+"""nginx.conf of one process that keeps all its files in a folder, around what a test gives it."""
 
 
 class Balancer(ServerProcess):
@@ -48,7 +49,7 @@ class Balancer(ServerProcess):
         )
         text = _replace(text, bound[0], bound[1].format(self.port))
         self._path = folder / FILES[name]
-        self._path.write_text(_NGINX.format(folder=folder, conf=text) if name == "nginx" else text)
+        self._path.write_text(NGINX.format(folder=folder, conf=text) if name == "nginx" else text)
 
     def command(self) -> list[str]:
         """Return the command line; raises FileNotFoundError if the program is missing."""

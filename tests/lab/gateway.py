@@ -3,19 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.lab.balancer import find
+from tests.lab.balancer import NGINX, find
 from tests.lab.server import ServerProcess
 
 _CONF = """\
-daemon off; master_process off; pid {folder}/nginx.pid; error_log stderr;
-events {{ worker_connections 1024; }}
-http {{
-  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
-  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
   upstream llama {{ {servers} }}
-  server {{ listen 127.0.0.1:{port}; {more} location / {{ proxy_pass http://llama; }} }}
-}}
-"""
+  server {{ listen 127.0.0.1:{port}; {more} location / {{ proxy_pass http://llama; }} }}"""
 
 
 class Gateway(ServerProcess):
@@ -25,8 +18,8 @@ class Gateway(ServerProcess):
         super().__init__(log_path=folder / "nginx.log")
         servers = " ".join(f"server 127.0.0.1:{port};" for port in ports)
         self._folder, self._path = folder, folder / "nginx.conf"
-        text = _CONF.format(folder=folder, port=self.port, servers=servers, more=more)
-        self._path.write_text(text)
+        conf = _CONF.format(port=self.port, servers=servers, more=more)
+        self._path.write_text(NGINX.format(folder=folder, conf=conf))
 
     def command(self) -> list[str]:
         """Return the command line; raises FileNotFoundError if the program is missing."""
