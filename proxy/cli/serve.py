@@ -192,7 +192,7 @@ def run(config: Path | None, restart: bool, words: tuple[str, ...], **flags: Any
     llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
     `run` adds the flags that COMMAND lacks and its build knows: --slot-save-path, a free --port, -np 1,
-    --cache-ram 0, --no-radix-cache, --ctx-checkpoints 8 and --metrics. A model that may have a sliding
+    --cache-ram 0, --no-radix-cache, --ctx-checkpoints 16 and --metrics. A model that may have a sliding
     window gets -b as small as -ub. A recurrent model with -np N on a CPU with AMX gets --no-repack. Your
     own flags are kept. If one of them makes caching impossible, `run` names that flag and starts nothing.
 

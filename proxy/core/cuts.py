@@ -16,7 +16,7 @@ benefit of a stop depends on the rule:
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, highest_point, usable_tokens
 
@@ -123,12 +123,12 @@ def choose_stops(
     n_prompt: int,
     *,
     shares_header: bool = False,
-    n_busy: int = 0,
+    n_inside: int = 0,
 ) -> tuple[Stop, ...]:
     """Return the stops, ascending, for a prompt of *n_prompt* tokens that is evaluated from *n_reused* on.
 
     With *shares_header* the header, with the surroundings if there are any, is saved as soon as it is
-    evaluated, for requests in other slots, of which *n_busy* serve a request now.
+    evaluated, for requests in other slots. A long message gets at most *n_inside* stops.
     """
     if not rule.can_restore:
         return ()
@@ -148,7 +148,7 @@ def choose_stops(
             stops[n_cut] = stops.pop(near) if near is not None else save_as
     if rule.is_end_only and is_ahead(cuts.message_end):
         stops.setdefault(cuts.message_end, None)
-    for n_cut in _unsaved(rule, cuts, n_busy):
+    for n_cut in _unsaved(rule, cuts, n_inside):
         if rule.is_restore_points and is_near((own_point(n_prompt),), n_cut):
             continue  # llama-server makes a context checkpoint there itself
         if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
@@ -175,10 +175,8 @@ def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int
         yield cuts.branch, CheckpointKind.BRANCH
 
 
-def _unsaved(rule: Rule, cuts: Cuts, n_busy: int) -> list[int]:
+def _unsaved(rule: Rule, cuts: Cuts, n_inside: int) -> list[int]:
     """Return the cuts at which a stop makes a context checkpoint, ascending.
-
-    While other slots are busy, a stop waits for their batches, so a message gets no stops inside.
 
     Where a state cannot be continued at its end (a window that is not full), a stop costs a few tokens:
     there only cuts that other prompts share are worth a stop. Under *end only* the live slot has the
@@ -190,8 +188,9 @@ def _unsaved(rule: Rule, cuts: Cuts, n_busy: int) -> list[int]:
     n_begin = max(cuts.shared, cuts.last_turn_end)
     is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
     ends_with_user = cuts.turn_start == cuts.message_end
-    if ends_with_user and is_long and not n_busy:
+    if ends_with_user and is_long:
         inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
+        inside = islice(inside, n_inside)
     if rule.is_end_only:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
     marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from proxy.core.slots import UBATCH_TOKENS
+from proxy.core.points import UBATCH_TOKENS
 
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"
@@ -20,9 +20,9 @@ _NAMES_A_MODEL = re.compile(r"--(model|hf-repo|docker-repo)|.*-default$")
 _UBATCHES = re.compile(r"(?m)^[ \t-]*(?:ubatch-size|ub|LLAMA_ARG_UBATCH)\s*=\s*(\d{1,9})\b")
 _OWN_CACHES = ("--cache-ram", "--cache-disk", "--radix-cache")
 
-N_CONTEXT_CHECKPOINTS = 8
+N_CONTEXT_CHECKPOINTS = 16
 """llama-server keeps 32 in each slot by default, and every save writes all of them: 2 to 5 GB on real
-hybrid models. The proxy keeps header and turn starts in files of their own."""
+hybrid models. With 8, the one at a turn's start is gone after two tool calls, unless each turn is saved."""
 
 MAX_RESTART_DELAY_SECONDS = 60.0
 
@@ -245,7 +245,7 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
     if launch.n_context_checkpoints == 0:
         launch.warnings.append(
             f"{chosen}: unless the model has full attention only, nearly every request is evaluated whole;"
-            " 8 are enough"
+            f" {N_CONTEXT_CHECKPOINTS} are enough"
         )
 
 

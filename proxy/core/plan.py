@@ -24,6 +24,7 @@ from operator import itemgetter
 from proxy.core import model, saving, slots
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops, worth_a_file
 from proxy.core.model import Candidate, Checkpoint, Cuts, Prompt, Rule, SlotId, usable_tokens
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, stops_with_room
 from proxy.core.rates import Rates
 from proxy.core.slots import Empty, Known, Slot, Unknown, live_reuse, must_be_erased, shared_tokens
 from proxy.core.tokens import common_prefix_length
@@ -158,7 +159,7 @@ class Situation:
 
     `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not. The
     `time` is by the clock of the slots' `used_at`, and `sizes` are those of saved states. The request can
-    wait for the `expected` states.
+    wait for the `expected` states. A slot has at most `n_kept_points` context checkpoints.
     """
 
     rule: Rule
@@ -170,6 +171,7 @@ class Situation:
     time: float = 0.0
     sizes: Sequence[saving.StateSize] = ()
     expected: tuple[model.ExpectedState, ...] = ()
+    n_kept_points: int = MAX_CONTEXT_CHECKPOINTS
 
     @property
     def n_busy(self) -> int:
@@ -360,7 +362,8 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         n_reused,
         prompt.n_tokens,
         shares_header=shares_header,
-        n_busy=now.n_busy,
+        # While other slots are busy, a stop waits for their batches.
+        n_inside=0 if now.n_busy else stops_with_room(now.n_kept_points),
     )
     return Plan(
         start=options[0],

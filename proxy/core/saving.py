@@ -27,8 +27,9 @@ from operator import add
 from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, POINTS_PER_REQUEST, points_after
 from proxy.core.rates import Rates
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
+from proxy.core.slots import Content, Known, Unknown, cut_to
 
 # When a slot is saved, and up to which token.
 
@@ -39,9 +40,6 @@ evaluated each time that the conversation comes back from disk."""
 
 STEADY_SECONDS = 0.15
 """A save that takes no longer is always worth it, however busy the machine is."""
-
-_N_POINTS_AHEAD = 3
-"""A request adds one point at its end and one for each stop on its way."""
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known:
@@ -92,17 +90,21 @@ def is_expected_to_pay(
     return pays_again(n_saved, n_tokens, size_bytes, rates, n_stalled)
 
 
-def is_cut_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
-    """Return whether the next requests will cost a slot a context checkpoint that no file holds.
+def is_cut_at_risk(rule: Rule, content: Content, n_kept: int) -> bool:
+    """Return whether the next request may cost a slot a context checkpoint that no file holds.
 
-    llama-server drops the oldest context checkpoints of a slot for new ones. The one at the turn start is
-    gone after about ten tool calls; then all tokens behind an earlier one have to be evaluated again.
+    A slot keeps *n_kept* of them. The one at the turn start is gone after a few tool calls; then all
+    tokens behind an earlier one have to be evaluated again.
     """
     if not rule.is_restore_points or not isinstance(content, Known):
         return False
+    n_tokens = content.n_tokens
+    left = points_after(
+        content.possible_points, range(n_tokens, n_tokens + POINTS_PER_REQUEST), n_kept
+    )
     return any(
         is_near(content.restore_points, n_cut)
-        and sum(point > n_cut for point in content.restore_points) >= n_believed - _N_POINTS_AHEAD
+        and not is_near(left, n_cut)
         and not is_near(content.saved_points, n_cut)
         for n_cut in (content.header, content.turn_start, *content.marks[-1:])
     )

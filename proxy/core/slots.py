@@ -6,18 +6,21 @@ one call, without a lock. Must never know how a slot is filled.
 A content is *known*, *empty* or *unknown*; unknown is not an error.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import Checkpoint, CheckpointId, Prompt, Rule, SlotId, Title, highest_point
-from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
-
-MAX_CONTEXT_CHECKPOINTS = 32
-"""llama-server's default of --ctx-checkpoints: the most that a slot keeps. Of a file with more, the newest
-are loaded (server-context.cpp, load_slot_checkpoints)."""
+from proxy.core.points import (
+    MAX_CONTEXT_CHECKPOINTS,
+    POINTS_PER_REQUEST,
+    UBATCH_TOKENS,
+    points_after,
+    points_made,
+)
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,10 @@ class Known:
     tenant: Namespace
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
-    """The context checkpoints that it is believed to have, ascending; it has at most `n_points_at_most`."""
+    """The context checkpoints that it has for certain, ascending."""
+    possible_points: tuple[
+        int, ...
+    ] = ()  # all that it may have: these and others, at most `n_points_at_most`
     header: int = 0  # this cut and the next two are 0 if there is none
     turn_start: int = 0
     last_cut: int = 0  # the last one at which its prompt was stopped
@@ -326,15 +332,6 @@ def must_be_erased(
 # The predicted content of a slot after a prompt was evaluated in it; a save tells the real one.
 
 
-UBATCH_TOKENS = 512
-"""llama-server's default --ubatch-size, a physical batch: on a GPU fewer tokens take nearly as long. It
-makes a context checkpoint this many tokens before the one near a prompt's end."""
-
-CHECKPOINTS_PER_REQUEST = 3
-"""llama-server adds at most this many context checkpoints for one request, and drops the oldest ones for
-these (server-context.cpp, create_checkpoint)."""
-
-
 def cut_to(content: Known, n_tokens: int) -> Known:
     """Return *content* without the tokens, cuts and points behind its first *n_tokens*."""
     return replace(
@@ -342,6 +339,7 @@ def cut_to(content: Known, n_tokens: int) -> Known:
         tokens=content.tokens[:n_tokens],
         n_tail=0,
         restore_points=tuple(p for p in content.restore_points if p <= n_tokens),
+        possible_points=tuple(p for p in content.possible_points if p <= n_tokens),
         header=_within(n_tokens, content.header),
         turn_start=_within(n_tokens, content.turn_start),
         last_cut=_within(n_tokens, content.last_cut),
@@ -361,6 +359,7 @@ def as_restored(
         tokens,
         checkpoint.namespace,
         restore_points=checkpoint.restore_points,
+        possible_points=checkpoint.restore_points,
         header=checkpoint.header,
         turn_start=checkpoint.turn_start,
         marks=checkpoint.marks,
@@ -381,6 +380,7 @@ def as_saved(
         tokens=tokens,
         n_tail=0,
         restore_points=points or old.restore_points,
+        possible_points=points or old.possible_points,
         n_saved=len(tokens),
         n_points_at_most=len(points) or old.n_points_at_most,
     )
@@ -420,65 +420,52 @@ def _within(n_tokens: int, n_cut: int) -> int:
     return n_cut if n_cut <= n_tokens else 0
 
 
-def n_believed_points(n_context_checkpoints: int) -> int:
-    """Return how many of its newest points a slot has for certain, by llama-server's --ctx-checkpoints."""
-    return min(n_context_checkpoints, max(1, n_context_checkpoints // CHECKPOINTS_PER_REQUEST))
-
-
-def kept_after_save(n_kept: int, points: Sequence[int], saved: Sequence[int]) -> int:
-    """Return how many points a slot keeps, after a save told which of the predicted *points* exist.
-
-    If the oldest point is gone, llama-server had no room for it. A file with few points tells nothing:
-    llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens. If there are
-    more than were believed in, nobody has told the number, and it is rather llama-server's default.
-    """
-    is_full = len(saved) >= CHECKPOINTS_PER_REQUEST and bool(points)
-    if is_full and FIRST_BLOCK_TOKENS <= points[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN:
-        return len(saved)
-    return MAX_CONTEXT_CHECKPOINTS if len(saved) > n_kept else n_kept
-
-
 def after_evaluation(
     before: Content,
     prompt: Prompt,
     *,
     n_generated: int = 0,
-    n_believed: int = 10,
+    n_kept: int = MAX_CONTEXT_CHECKPOINTS,
     stride_tokens: int = 1,
 ) -> Known:
     """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the first token that differs from
     the old content are gone. A new context checkpoint lies shortly before the prompt's end, if that is
-    *stride_tokens* behind the last one. Only the newest *n_believed* context checkpoints are relied on.
+    *stride_tokens* behind the last one. The slot keeps *n_kept* context checkpoints.
     """
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
-    old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
+    old, origin, n_edit, n_from = Known(tokens[:0], namespace), before.origin, 0, 0
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.tenant == namespace:
-        n_kept = common_prefix_length(before.tokens, tokens)
-        old, n_restored = cut_to(before, n_kept), _within(n_kept, origin.n_restored)
-        origin = origin if n_kept else EVALUATED
-        is_edit = n_kept < min(before.turn_start, len(tokens))
-        if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
-            n_edit = n_kept
+        n_common = common_prefix_length(before.tokens, tokens)
+        old, n_restored = cut_to(before, n_common), _within(n_common, origin.n_restored)
+        goes_on = n_common == len(before.tokens) < len(tokens)
+        n_from = n_common if goes_on else highest_point(old.possible_points, n_common)
+        origin = origin if n_common else EVALUATED
+        is_edit = n_common < min(before.turn_start, len(tokens))
+        if is_edit and n_common >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
+            n_edit = n_common
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
     if stride_tokens > UBATCH_TOKENS and newest - len(old.tokens) > UBATCH_TOKENS:
         newest -= UBATCH_TOKENS  # the one near the end would be too near to the one before it
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
+    made = points_made(n_from, len(tokens), has_messages=bool(prompt.conversation))
+    possible = points_after(old.possible_points, made, n_kept)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
     # takes over, the user goes back and edits. The next request then shares the tokens before that message.
     # Other sessions share an agent's surroundings.
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     kept_marks = sorted(marks - {0, cuts.header, cuts.turn_start})
-    n_points = before.n_points_at_most + CHECKPOINTS_PER_REQUEST
+    n_points = before.n_points_at_most + POINTS_PER_REQUEST
     return Known(
         tokens=tokens,
         tenant=namespace,
         n_tail=max(0, n_generated - 1),
-        restore_points=points[-n_believed:] if n_believed else (),
+        restore_points=tuple(point for point in points if point in possible),
+        possible_points=possible,
         header=_within(len(tokens), cuts.header) or old.header,
         turn_start=_within(len(tokens), cuts.turn_start) or old.turn_start,
         last_cut=old.last_cut,

@@ -22,8 +22,9 @@ import msgspec
 from proxy import errors
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Checkpoint, SlotId, is_same_canary
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.saving import expected_bytes
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
+from proxy.core.slots import Empty
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.explain.report import Journal

@@ -149,7 +149,7 @@ class Cause(StrEnum):
     """The slot held less than the proxy had left in it: another client used it past the proxy, or
     llama-server has emptied it or keeps fewer than 8 context checkpoints.
 
-    Send all requests through the proxy, and start llama-server with --cache-ram 0 --ctx-checkpoints 8.
+    Send all requests through the proxy, and start llama-server with --cache-ram 0 --ctx-checkpoints 16.
     """
     CHEAPER = "cheaper to evaluate"
     """A state was there, but by the speeds measured here evaluating was cheaper than using the state.

@@ -20,10 +20,11 @@ from proxy.core import model
 from proxy.core.conditions import DegradationKind
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
 from proxy.core.model import NO_RULE, Canary, CheckpointKind, Rule, SlotId
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, TAINTED, Empty, Origin, SlotTable, Unknown
+from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache

@@ -491,8 +491,8 @@ class CachedRequest:
         answer was stopped: only a save tells its tokens, and the client soon asks again.
         """
         process, slot = self._process, self._process.slots[self._plan.slot_id]
-        n_believed = slots.n_believed_points(process.n_kept_points)
-        is_due = self._request.warms or is_cut_at_risk(process.rule, slot.content, n_believed)
+        n_kept = process.n_kept_points
+        is_due = self._request.warms or is_cut_at_risk(process.rule, slot.content, n_kept)
         is_stopped = answer.timings is None and answer.status == 200 and not answer.is_broken
         # During a placement another request may be running in this slot already.
         if (is_due or (is_stopped and self._is_placed)) and not process.queue.is_placing:

@@ -9,8 +9,9 @@ from typing import TypeVar
 from proxy.core.messages import BYTES_PER_TOKEN
 from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan
+from proxy.core.points import UBATCH_TOKENS
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import UBATCH_TOKENS, Empty, SlotTable
+from proxy.core.slots import Empty, SlotTable
 from proxy.errors import UpstreamFault, replaced
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus

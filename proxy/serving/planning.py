@@ -74,6 +74,7 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         time=time.monotonic(),
         sizes=process.sizes,
         expected=tuple(process.queue.expected),
+        n_kept_points=process.n_kept_points,
     )
 
 

@@ -20,9 +20,10 @@ from proxy import errors
 from proxy.core import model, slots
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Rule, SlotId
+from proxy.core.points import UBATCH_TOKENS
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
-from proxy.core.slots import TAINTED, UBATCH_TOKENS, Content, Empty, Known, Slot, SlotTable, Unknown
+from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, SlotTable, Unknown
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause
 from proxy.health import CannotCache
@@ -251,7 +252,7 @@ class Process(ServerServices):
             before,
             prompt,
             n_generated=n_generated,
-            n_believed=slots.n_believed_points(self.n_kept_points),
+            n_kept=self.n_kept_points,
             stride_tokens=self.rule.stride_tokens if self.rule.is_end_only else 1,
         )
 

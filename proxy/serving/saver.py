@@ -18,7 +18,8 @@ from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.slots import Content, Known, kept_after_save
+from proxy.core.points import kept_after_save
+from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import CannotCache
 from proxy.llama import state_edits

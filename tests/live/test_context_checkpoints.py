@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from proxy.core.model import Prompt
+from proxy.core.slots import Content, Empty, after_evaluation
+from proxy.core.tokens import token_ids
 from proxy.llama.files import read_state_file
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
+from tests.unit.builders import NAMESPACE
 from tests.unit.state_files import select_points
 
 N_KEPT_BY_SERVER = 4
@@ -126,6 +130,21 @@ def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int
     require_continued_at(forgetful, newer, point, tokens)
     require_continued_at(forgetful, newer, own[-1], diverging_at(own[-1] + 2))
     require_continued_at(forgetful, newer, END, prompt(END + 300))
+
+
+def test_slot_has_the_points_that_are_predicted(forgetful: Bench) -> None:
+    """A prompt goes on, in large and small steps, and then others leave it."""
+    forgetful.post("/slots/0?action=erase", {})
+    held: Content = Empty()
+    grown = [prompt(n) for n in (900, 1500, 2100, 2200, 2300, 2900, 3000)]
+    for tokens in (*grown, diverging_at(1700), prompt(2500)):
+        evaluated = Prompt(token_ids(tokens), NAMESPACE)
+        held = after_evaluation(held, evaluated, n_kept=N_KEPT_BY_SERVER)
+        forgetful.complete(tokens, n_predict=0)
+        forgetful.post("/slots/0?action=save", {"filename": "now"})
+        saved = read_state_file(forgetful.directory / "now").restore_points
+        assert saved == pytest.approx(held.possible_points, abs=1)
+        assert saved[-1] == pytest.approx(held.restore_points[-1], abs=1)
 
 
 def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:

@@ -84,7 +84,7 @@ def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert list(directory.glob("*.state"))
     log = run.log_text()
-    assert "-np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics" in log
+    assert "-np 1 --cache-ram 0 --ctx-checkpoints 16 --metrics" in log
     assert "llama_server: listening on" in log  # llama-server's own
 
 

@@ -153,7 +153,7 @@ def test_compose_and_unit_start_llama_server_as_run_does() -> None:
         "--ctx-checkpoints": "LLAMA_ARG_CTX_CHECKPOINTS=",
         "--flash-attn": "LLAMA_ARG_FLASH_ATTN=",
     }
-    for flag in ("--slot-save-path", "--cache-ram 0", "--ctx-checkpoints 8", "--metrics"):
+    for flag in ("--slot-save-path", "--cache-ram 0", "--ctx-checkpoints 16", "--metrics"):
         assert flag in added
         name, _, value = flag.partition(" ")
         for service in SERVERS.values():

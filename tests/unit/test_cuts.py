@@ -110,28 +110,25 @@ def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_be
 def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end() -> None:
     cuts = Cuts(header=1000, turn_start=8000, message_end=8000)
     inside = (Stop(3904), Stop(5952), Stop(6976), Stop(7488), Stop(7744))
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0, N_PROMPT) == (Stop(1000), *inside, Stop(8000))
-    assert choose_stops(RESTORE_POINTS, cuts, (), 6490, N_PROMPT) == (
-        Stop(6976),
-        Stop(7488),
-        Stop(7744),
-        Stop(8000),
-    )
+
+    def stops(rule: Rule, cuts: Cuts, n_reused: int = 0, n_inside: int = 5) -> tuple[Stop, ...]:
+        return choose_stops(rule, cuts, (), n_reused, N_PROMPT, n_inside=n_inside)
+
+    assert stops(RESTORE_POINTS, cuts) == (Stop(1000), *inside, Stop(8000))
+    assert stops(RESTORE_POINTS, cuts, n_inside=2) == (Stop(1000), *inside[-2:], Stop(8000))
+    assert stops(RESTORE_POINTS, cuts, 6490) == (Stop(6976), Stop(7488), Stop(7744), Stop(8000))
     behind_a_turn = replace(cuts, last_turn_end=5900)
-    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 5900, N_PROMPT) == (
+    assert stops(RESTORE_POINTS, behind_a_turn, 5900) == (
         Stop(6976),
         Stop(7488),
         Stop(7744),
         Stop(8000),
     )
     later_in_the_turn = replace(cuts, message_end=8500)
-    assert choose_stops(RESTORE_POINTS, later_in_the_turn, (), 0, N_PROMPT) == (
-        Stop(1000),
-        Stop(8000),
-    )
+    assert stops(RESTORE_POINTS, later_in_the_turn) == (Stop(1000), Stop(8000))
     for rule in (RESTORE_POINTS, END_ONLY):
-        alone, beside = (choose_stops(rule, cuts, (), 0, N_PROMPT, n_busy=n) for n in (0, 1))
-        assert [stop for stop in alone if stop not in inside] == list(beside)
+        few = stops(rule, cuts, n_inside=0)
+        assert [stop for stop in stops(rule, cuts) if stop not in inside] == list(few)
 
 
 def test_choose_stops_at_the_end_of_a_prompt_leaves_it_to_llama_server() -> None:

@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from proxy.core import slots
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
 from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
-from proxy.core.slots import (
-    MAX_CONTEXT_CHECKPOINTS,
-    Content,
-    Empty,
-    Known,
-    Origin,
-    Unknown,
-    n_believed_points,
-)
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
+from proxy.core.slots import Content, Empty, Known, Origin, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
@@ -105,6 +98,7 @@ def test_after_evaluation_of_a_diverging_prompt_forgets_what_lay_behind() -> Non
         NAMESPACE,
         n_tail=9,
         restore_points=(50, 120, 195),
+        possible_points=(50, 120, 195),
         turn_start=150,
         last_cut=100,
         n_saved=200,
@@ -141,16 +135,21 @@ def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None
     assert (held.restore_points, held.n_saved, held.tenant) == ((195,), 0, NAMESPACE)
 
 
-def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:
+def test_after_evaluation_many_times_believes_in_the_lowest_point_and_the_newest() -> None:
     held: Empty | Known = Empty()
     for n_tokens in range(100, 3100, 100):
-        held = after_evaluation(held, run_of(n_tokens), NAMESPACE, n_believed=n_believed_points(8))
+        held = after_evaluation(held, run_of(n_tokens), NAMESPACE, n_kept=8)
     assert isinstance(held, Known)
-    assert held.restore_points == (
-        2900 - CONTEXT_CHECKPOINT_MARGIN,
-        3000 - CONTEXT_CHECKPOINT_MARGIN,
-    )
-    assert after_evaluation(held, run_of(9000), NAMESPACE, n_believed=0).restore_points == ()
+    assert held.restore_points == (95, 2795, 2895, 2995)
+    assert after_evaluation(held, run_of(9000), NAMESPACE, n_kept=0).restore_points == ()
+
+
+def test_after_evaluation_of_a_prompt_that_leaves_the_slot_begins_at_the_point_before() -> None:
+    held = after_evaluation(Empty(), run_of(3000), NAMESPACE)
+    held = after_evaluation(held, run_of(4000), NAMESPACE)
+    assert held.possible_points == (2483, 2995, 3483, 3995)
+    left = after_evaluation(held, branch(3100, 3200), NAMESPACE)
+    assert left.possible_points == (2483, 2995, 3195)
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))
@@ -158,7 +157,8 @@ def test_after_evaluation_of_anything_believes_only_in_points_within_the_prompt(
     held: list[int], asked: list[int], points: set[int], n_saved: int, n_generated: int
 ) -> None:
     before = Known(token_ids(held), NAMESPACE, 0, tuple(sorted(points)), n_saved=n_saved)
-    before = replace(before, saved_points=before.restore_points)
+    points_held = before.restore_points
+    before = replace(before, saved_points=points_held, possible_points=points_held)
     after = after_evaluation(before, token_ids(asked), NAMESPACE, n_generated=n_generated)
     n_common = common_prefix_length(before.tokens, after.tokens)
     newest = len(asked) - CONTEXT_CHECKPOINT_MARGIN

@@ -37,10 +37,10 @@ def added(made: Launch) -> str:
 def test_plan_launch_of_a_bare_command_adds_everything() -> None:
     made = launch()
     assert added(made) == (
-        "--slot-save-path /cache --port 50123 -np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics"
+        "--slot-save-path /cache --port 50123 -np 1 --cache-ram 0 --ctx-checkpoints 16 --metrics"
     )
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:50123", "/cache")
-    assert (made.n_context_checkpoints, made.has_ram_cache) == (8, False)
+    assert (made.n_context_checkpoints, made.has_ram_cache) == (16, False)
     assert (made.conflicts, made.warnings) == ([], [])
     assert made.says == "the models that it finds, 1 slot of the model's whole context"
     assert launch(parallel="-1", ctx_size="8192").says.endswith(", some slots of 8,192 tokens")
@@ -251,7 +251,7 @@ def test_what_is_added_to_a_router_with_presets_overrides_none_of_them() -> None
     assert made.environment == {
         "VARIABLE_OF-np": "1",
         "VARIABLE_OF--no-cache-idle-slots": "off",
-        "VARIABLE_OF--ctx-checkpoints": "8",
+        "VARIABLE_OF--ctx-checkpoints": "16",
     }
 
 

@@ -4,15 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Prompt
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.saving import StateSize, expected_bytes, extent_of
-from proxy.core.slots import (
-    MAX_CONTEXT_CHECKPOINTS,
-    TAINTED,
-    Empty,
-    Known,
-    Unknown,
-    after_evaluation,
-)
+from proxy.core.slots import TAINTED, Empty, Known, Unknown, after_evaluation
 from tests.unit.builders import NAMESPACE, run_of
 
 EXTENTS = st.tuples(st.integers(1, 100_000), st.integers(0, 32))

@@ -148,7 +148,7 @@ def test_is_worth_saving_counts_no_more_than_the_slot_holds() -> None:
     assert not is_worth_saving(held(1000), 5000, 2 * 10**6 + 1, RATES)
 
 
-N_BELIEVED = 10
+N_KEPT = 16
 
 
 def looped(n_calls: int, **fields: Any) -> Known:
@@ -156,20 +156,23 @@ def looped(n_calls: int, **fields: Any) -> Known:
     places: dict[str, Any] = {"header": 200, "turn_start": 500}
     points = (195, 495, *range(595, 595 + 100 * n_calls, 100))
     n_tokens = points[-1] + 5
-    return Known(run_of(n_tokens), NAMESPACE, restore_points=points, **(places | fields))
+    places |= {"restore_points": points, "possible_points": points}
+    return Known(run_of(n_tokens), NAMESPACE, **(places | fields))
 
 
 def is_at_risk(content: Content, rule: Rule = RESTORE_POINTS) -> bool:
-    return is_cut_at_risk(rule, content, N_BELIEVED)
+    return is_cut_at_risk(rule, content, N_KEPT)
 
 
-def test_place_at_risk_is_the_oldest_point_shortly_before_it_is_dropped() -> None:
-    n_newer = N_BELIEVED - 3
-    assert not is_at_risk(looped(n_newer - 2))
-    assert is_at_risk(looped(n_newer - 1))  # the header's
-    header_is_safe = looped(n_newer - 1, saved_points=(195,))
-    assert not is_at_risk(header_is_safe)
-    assert is_at_risk(replace(looped(n_newer), saved_points=(195,)))  # the turn start's
+def test_place_at_risk_is_one_that_the_next_request_may_drop() -> None:
+    n_newer = N_KEPT - 5  # beside it there are the header's and the three of the next request
+    assert not is_at_risk(looped(n_newer - 1))
+    assert is_at_risk(looped(n_newer))
+    assert not is_at_risk(looped(n_newer, turn_start=0)), "the lowest one, the header's, stays"
+    far = looped(n_newer, header=0)
+    points = (195, 9000, *(point + 9000 for point in far.restore_points[2:]))
+    far = replace(far, restore_points=points, possible_points=points, tokens=run_of(12_000))
+    assert not is_at_risk(replace(far, turn_start=9005)), "it lies far behind the one before"
 
 
 def test_place_at_risk_that_a_file_can_be_continued_at_is_safe() -> None:
