@@ -13,13 +13,7 @@ from typing import ClassVar, TypeAlias
 
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
 from proxy.core.model import Checkpoint, CheckpointId, Prompt, Rule, SlotId, Title, highest_point
-from proxy.core.points import (
-    MAX_CONTEXT_CHECKPOINTS,
-    POINTS_PER_REQUEST,
-    UBATCH_TOKENS,
-    points_after,
-    points_made,
-)
+from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, UBATCH_TOKENS, points_after, points_made
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 
@@ -45,7 +39,6 @@ class Empty:
     origin: ClassVar = EVALUATED
     tenant: ClassVar = None
     can_be_adopted: ClassVar = True
-    n_points_at_most: ClassVar = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,6 @@ class Unknown:
     brief: bytes = b""
     digests: bytes = b""
     origin: Origin = EVALUATED
-    n_points_at_most: ClassVar = MAX_CONTEXT_CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +69,7 @@ class Known:
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
     """The context checkpoints that it has for certain, ascending."""
-    possible_points: tuple[
-        int, ...
-    ] = ()  # all that it may have: these and others, at most `n_points_at_most`
+    possible_points: tuple[int, ...] = ()  # all that it may have: these and others
     header: int = 0  # this cut and the next two are 0 if there is none
     turn_start: int = 0
     last_cut: int = 0  # the last one at which its prompt was stopped
@@ -91,7 +81,6 @@ class Known:
     conversation: bytes = b""  # of the Prompt that the tokens begin with, as is the title
     title: Title = Title()
     origin: Origin = EVALUATED
-    n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
     is_stored_further: bool = False
     """Whether a file goes on behind the slot's prompt: then the slot's next request is looked up."""
     is_aside: bool = False  # of a side call: never continued, so not saved, and nothing to lose
@@ -366,7 +355,6 @@ def as_restored(
         n_saved=checkpoint.n_tokens,
         saved_points=checkpoint.restore_points,
         origin=Origin(n_uncut, ancestors),
-        n_points_at_most=len(checkpoint.restore_points),
     )
 
 
@@ -382,7 +370,6 @@ def as_saved(
         restore_points=points or old.restore_points,
         possible_points=points or old.possible_points,
         n_saved=len(tokens),
-        n_points_at_most=len(points) or old.n_points_at_most,
     )
 
 
@@ -459,7 +446,6 @@ def after_evaluation(
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     kept_marks = sorted(marks - {0, cuts.header, cuts.turn_start})
-    n_points = before.n_points_at_most + POINTS_PER_REQUEST
     return Known(
         tokens=tokens,
         tenant=namespace,
@@ -477,5 +463,4 @@ def after_evaluation(
         conversation=prompt.conversation,
         title=prompt.title,
         origin=Origin(n_restored, origin.ancestors),
-        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points),
     )
