@@ -271,7 +271,8 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
 def extent_of(content: Content) -> tuple[int, int] | None:
     """Return the most tokens and context checkpoints that a slot's state can have; None if unknown."""
     if isinstance(content, Known):
-        return content.n_tokens, len(content.possible_points)
+        # One or two more where an evaluation began elsewhere than expected.
+        return content.n_tokens, len(content.possible_points) + POINTS_PER_REQUEST
     if isinstance(content, Unknown) and content.likely is not None:
         return len(content.likely), MAX_CONTEXT_CHECKPOINTS
     return None

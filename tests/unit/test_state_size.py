@@ -59,10 +59,10 @@ def test_expected_bytes_is_an_upper_bound(
 
 def test_extent_of_a_slot_counts_every_evaluation_since_it_was_known() -> None:
     first = after_evaluation(Empty(), Prompt(run_of(1000), NAMESPACE), n_generated=9)
-    assert extent_of(first) == (1008, 2)
-    assert extent_of(after_evaluation(first, Prompt(run_of(1200), NAMESPACE))) == (1200, 4)
+    assert extent_of(first) == (1008, 5)
+    assert extent_of(after_evaluation(first, Prompt(run_of(1200), NAMESPACE))) == (1200, 7)
     restored = Known(run_of(100), NAMESPACE, possible_points=tuple(range(29)))
-    assert extent_of(after_evaluation(restored, Prompt(run_of(200), NAMESPACE))) == (200, 31)
+    assert extent_of(after_evaluation(restored, Prompt(run_of(200), NAMESPACE))) == (200, 34)
 
 
 def test_extent_of_a_slot_that_nobody_knows_is_unknown() -> None:
