@@ -109,6 +109,9 @@ async def attach(
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
         await _identify(process, props, launch)
+        if n_told is None and process.rule.is_end_only:
+            # Their files have no context checkpoints, so nobody limits them, and no save tells how many.
+            process.n_kept_points = MAX_CONTEXT_CHECKPOINTS
     except CannotCache as obstacle:
         process.obstacle = obstacle
     except CacheFault as fault:

@@ -62,6 +62,7 @@ async def test_rule_is_learned_and_the_conversation_restored_as_far_as_it_goes(
         health = await rig.health()
         assert health["servers"][0]["rule"] == rule
         assert health["state"] == "caching"
+        assert (await rig.attached()).n_kept_points == (32 if rule == "end only" else 16)
         messages = question("a")
         reply = await rig.chat(messages)
         await rig.settled()

@@ -102,8 +102,9 @@ def _lines_of(
 def _setup(case: Case, n_ctx: int, folder: Path, flags: tuple[str, ...]) -> Setup:
     stripped = ("--stripped",) if case.variant == "stripped" else ()
     ram = RAM_CACHE_MIB if case.variant == "alone-8192" else 0
-    # As docs/llama-server.md says; alone, llama-server reuses more with its default of 32.
-    few = ("--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS)) if case.has_proxy else ()
+    # As docs/llama-server.md says, but not for builds whose files carry none; alone, llama-server reuses
+    # more with its default of 32.
+    few = ("--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS)) if case.variant == "proxy" else ()
     return Setup(
         n_slots=case.n_slots,
         n_ctx=n_ctx * case.n_slots,
