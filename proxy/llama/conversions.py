@@ -31,7 +31,7 @@ def chat_of_messages(fields: Mapping[str, Any]) -> dict[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise UnknownShape("messages are not a list of objects")
-    converted = [c for m in messages for c in _converted(m)]
+    converted = [c for m in messages for c in chat_messages_of(m)]
     if (system := fields.get("system")) is not None:
         texts = [system] if isinstance(system, str) else _texts(list_of(system))
         content = "".join(map(_without_billing_nonce, texts))
@@ -68,8 +68,8 @@ def _without_billing_nonce(text: str) -> str:
     return (head + mark + b"f" * _NONCE_BYTES + rest[_NONCE_BYTES:]).decode()
 
 
-def _converted(message: Message) -> Iterator[Message]:
-    """Yield one message converted: without its tool results, then a message for each result."""
+def chat_messages_of(message: Message) -> Iterator[Message]:
+    """Yield one message of Messages converted: without its tool results, then one for each result."""
     if "content" not in message and message.get("role") == "assistant":
         return
     blocks = message.get("content")

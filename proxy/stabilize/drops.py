@@ -23,6 +23,7 @@ from proxy.core.messages import (
     without_reminders,
 )
 from proxy.errors import UnknownShape
+from proxy.llama.conversions import chat_messages_of
 from proxy.stabilize import model
 from proxy.stabilize.model import Draft, Json, Marks, is_of_model, is_text, plain_text, with_list
 
@@ -293,7 +294,11 @@ def inline_reasoning(draft: Draft) -> None:
 
 def _inlined(given: Json, route: Route, marks: Marks) -> Json:
     """Return an answer with its reasoning in its text; the same object if there is none to move."""
-    message = _as_chat(given) if route is Route.MESSAGES else given
+    # In Messages' own form no answer can have reasoning in its text and none beside it.
+    messages = [*chat_messages_of(given)] if route is Route.MESSAGES else [given]
+    if len(messages) != 1:
+        return given  # it has nothing to render, or tool results
+    message = messages[0]
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or reasoning == _NO_REASONING:
         return given
@@ -308,32 +313,6 @@ def _inlined(given: Json, route: Route, marks: Marks) -> Json:
     # Templates strip it, and so does llama-server when it reads an answer.
     inlined = marks.begin + reasoning.strip() + end + content
     return {**message, "content": inlined, "reasoning_content": _NO_REASONING}
-
-
-def _as_chat(message: Json) -> Json:
-    """Return an Anthropic answer as the chat message that llama-server makes of it.
-
-    llama-server passes on a message with a string as content unchanged (convert_anthropic_to_oai in
-    server-chat.cpp). Only in this form can an answer have reasoning in its text and none beside it.
-    """
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    thinking, texts, calls = "", "", []
-    for block in content:
-        match text_of(block, "type"):
-            case "thinking":
-                thinking += block.get("thinking", "")
-            case "text":
-                texts += block["text"]
-            case "tool_use":
-                arguments = msgspec.json.encode(block.get("input", {})).decode()
-                function = {"name": block["name"], "arguments": arguments}
-                calls.append({"id": block["id"], "type": "function", "function": function})
-            case _:
-                raise UnknownShape("an answer's content has a block of another kind")
-    chat: Json = {"role": "assistant", "content": texts, "reasoning_content": thinking}
-    return {**chat, "tool_calls": calls} if calls else chat
 
 
 # A body without the older part of its conversation, for all three routes. The parts that clients put before

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens"}
     | {"proxy.errors", "proxy.stabilize"},
+    "proxy.stabilize.drops": {"proxy.llama.conversions"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.judgement": {"proxy.llama.client"},
     "proxy.explain.report": {
