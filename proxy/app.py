@@ -73,8 +73,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     shared.tier = open_tier(settings, shared)
     try:
         async with new_session() as client:
-            key = settings.upstream_api_key
-            roots = [LlamaServer(client, Target(url), key) for url in urls]
+            roots = [LlamaServer(client, Target(url), settings.upstream_api_key) for url in urls]
             async with _serve(settings, shared, Pool(settings, shared, roots, launch)) as running:
                 yield running
     finally:

@@ -291,8 +291,7 @@ class RunningProxy:
         return model, [each for each in servers if each["name"] == model["id"]] or servers
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
-        method = "PUT" if is_pinned else "DELETE"
-        self.ask(method, f"/checkpoints/{checkpoint_id}/pin", Json)
+        self.ask("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint_id}/pin", Json)
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> bool:
         """Delete a checkpoint; return whether it is gone: it may be in use, or pinned meanwhile."""
@@ -433,8 +432,7 @@ def with_proxy(command: Command) -> Command:
         if slot_save_path is None:
             given = {"admin": admin, "admin_token_file": admin_token_file}
             own = settings_of(given, config, "any")
-            proxy = RunningProxy(reachable(own.admin), settings.token_to_show(own))
-            command(proxy, **arguments)
+            command(RunningProxy(reachable(own.admin), settings.token_to_show(own)), **arguments)
         elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
         else:

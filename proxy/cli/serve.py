@@ -113,8 +113,7 @@ async def _serve_until_stopped(
                 async def is_ready() -> bool:
                     return await proxy.pool.are_met() and not stopping.is_set()
 
-                keeps_running = run_server(is_ready, f"ready: {listeners}")
-                running = asyncio.ensure_future(keeps_running)
+                running = asyncio.ensure_future(run_server(is_ready, f"ready: {listeners}"))
                 awaited.add(running)
             try:
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)

@@ -87,8 +87,7 @@ async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:
     """Remove what a fetched state makes needless here."""
     with process.faults.suppressed("share"):
         if (tokens := process.store.index.tokens(fetched.id)) is not None:
-            found = process.store.find(fetched.namespace, tokens)
-            relatives = await asyncio.to_thread(list, found)
+            relatives = await asyncio.to_thread(list, process.store.find(fetched.namespace, tokens))
             newer = as_loaded(fetched, process.n_loaded_points)
             for older in superseded(process.rule, newer, relatives):
                 await process.store.remove(older, Removal.SUPERSEDED)

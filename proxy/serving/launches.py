@@ -267,8 +267,7 @@ async def outlast_parsing(process: Process, request: Request, begun: "asyncio.Ta
 
     *begun* ends when some slot begins another task.
     """
-    seconds = _may_begin_until(process, request) - time.monotonic()
-    await asyncio.wait({begun}, timeout=seconds)
+    await asyncio.wait({begun}, timeout=_may_begin_until(process, request) - time.monotonic())
 
 
 async def wind_up(process: Process, slot_id: SlotId, request: Request, *, is_running: bool) -> None:

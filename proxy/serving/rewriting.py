@@ -196,15 +196,11 @@ class Overflow:
         """Return the size of each message in tokens, without the text that a template adds."""
         parts: list[cuts.MessageSize] = []
         for before, message in zip([None, *conversation], conversation, strict=False):
-            n_tokens = await self._n_tokens(upstream, message, request)
+            text = drops.rendered_text(message)
+            key = xxhash.xxh3_128_digest(request.namespace + text.encode())
+            if key not in self._counts:
+                tokens = await upstream.tokenize(text, request.keys, add_special=False)
+                self._counts[key] = len(tokens)
             begins = drops.begins_turn(message), drops.begins_step(message, before)
-            parts.append(cuts.MessageSize(n_tokens, *begins))
+            parts.append(cuts.MessageSize(self._counts[key], *begins))
         return parts
-
-    async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
-        text = drops.rendered_text(message)
-        key = xxhash.xxh3_128_digest(request.namespace + text.encode())
-        if key not in self._counts:
-            tokens = await upstream.tokenize(text, request.keys, add_special=False)
-            self._counts[key] = len(tokens)
-        return self._counts[key]

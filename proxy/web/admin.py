@@ -128,8 +128,7 @@ def json_response(content: Any = None, **fields: Any) -> web.Response:
 
 def _refused(kind: type[web.HTTPException], why: str) -> web.HTTPException:
     """Return an error of the admin listener: `error` says why."""
-    text = msgspec.json.encode({"error": why}).decode()
-    return kind(text=text, content_type=_JSON)
+    return kind(text=msgspec.json.encode({"error": why}).decode(), content_type=_JSON)
 
 
 class Admin:
@@ -195,8 +194,7 @@ class Admin:
         """Return the explanation of one request by its id, or of the last one."""
         journal = self._shared.journal
         await self._pool.accounted()
-        explanation = journal.explain(request.match_info["id"])
-        return json_response(journal.with_costs(explanation))
+        return json_response(journal.with_costs(journal.explain(request.match_info["id"])))
 
     async def trace(self, request: web.Request) -> web.Response:
         """Return the last requests without their texts, the oldest first."""
