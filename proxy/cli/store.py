@@ -15,8 +15,9 @@ from rich.tree import Tree
 
 from proxy.cli import command
 from proxy.core.rates import seconds_in_words, size_in_words
+from proxy.explain import views
 from proxy.explain.sketch import shortened
-from proxy.explain.views import OWN_CLIENT, ListedCheckpoint, list_checkpoint, path_to
+from proxy.explain.views import ListedCheckpoint, ListedNode
 from proxy.settings import Settings
 from proxy.store import offline
 from proxy.store.files import StateFiles
@@ -26,11 +27,12 @@ from proxy.store.files import StateFiles
 
 _N_SHOWN = 20
 _DIGITS = 8
-_N_LEVELS = 3
 _MIN_DIGITS = 4
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 Checkpoints = Sequence[ListedCheckpoint]
+_Under = defaultdict[str | None, list[ListedNode | ListedCheckpoint]]
+"""What lies directly under each node, by its id."""
 
 
 @click.command()
@@ -54,51 +56,47 @@ def ls(store: command.Store, name: str | None, shows_all: bool) -> None:
     Checkpoints with the least worth for each byte are deleted first.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
-    tree = Tree("", hide_root=True)
-    _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
+    outline, tree, under = views.Outline(), Tree("", hide_root=True), _Under(list)
+    for checkpoint in checkpoints:
+        outline.add(checkpoint)
+        under[checkpoint.parent].append(checkpoint)
+    for node in outline.nodes({}, len(outline)):
+        under[node.parent].append(node)
+    _grow(tree, under, "", len(outline) if shows_all else _N_SHOWN)
     command.answer({"checkpoints": checkpoints}, Group(Text(_sum(checkpoints), style="bold"), tree))
 
 
-def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
-    """Add the children of a node of this *level*, the last used first; at most *n_shown* of them.
-
-    The levels are the parts of a checkpoint's `parent`: 0 is the namespace, 1 the header, 2 the session.
-    """
-    if level == _N_LEVELS:
-        for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
-            tree.add(_leaf(checkpoint))
-        return
-    groups: defaultdict[str, list[ListedCheckpoint]] = defaultdict(list)
-    for checkpoint in checkpoints:
-        groups[[*checkpoint.parent.split("/"), "", ""][level]].append(checkpoint)
-    ordered = sorted(groups.items(), key=lambda group: -max(c.last_used_at for c in group[1]))
-    for node_id, group in ordered[:n_shown]:
-        node = tree  # checkpoints that sessions share are under the header itself
-        if node_id:
-            used = command.age_in_words(time.time() - max(c.last_used_at for c in group))
-            facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
-            title = _title(level, group)
-            title += "," if level else ""
-            digits = node_id[:_DIGITS] if node_id.strip("0") else ""
-            node = tree.add(Text.assemble((title, "bold"), facts, (digits, "dim")))
-        _grow(node, group, level + 1, n_shown)
-    if left_out := [c for _, group in ordered[n_shown:] for c in group]:
-        tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
+def _grow(tree: Tree, under: _Under, node_id: str, n_shown: int) -> None:
+    """Add what lies under a node: its checkpoints, and at most *n_shown* nodes, the last used first."""
+    leaves = [each for each in under[node_id] if isinstance(each, ListedCheckpoint)]
+    for leaf in sorted(leaves, key=lambda checkpoint: checkpoint.n_tokens):
+        tree.add(_leaf(leaf))
+    nodes = [each for each in under[node_id] if isinstance(each, ListedNode)]
+    nodes.sort(key=lambda node: -node.last_used_at)
+    for node in nodes[:n_shown]:
+        used = command.age_in_words(time.time() - node.last_used_at)
+        facts, digits = f" {size_in_words(node.size_bytes)}, {used}  ", node.id.rpartition("/")[2]
+        name = digits[:_DIGITS] if digits.strip("0") else ""
+        title = Text.assemble((_title(node), "bold"), facts, (name, "dim"))
+        _grow(tree.add(title), under, node.id, n_shown)
+    if left_out := nodes[n_shown:]:
+        n_bytes = sum(node.size_bytes for node in left_out)
+        stored = command.checkpoints_in_words(sum(n.n_checkpoints for n in left_out), n_bytes)
+        tree.add(f"... and {len(left_out)} more with {stored}: --all")
 
 
-def _title(level: int, checkpoints: Checkpoints) -> str:
+def _title(node: ListedNode) -> str:
     """Return a node's name for people, so short that its size and age fit behind it in 80 columns."""
-    newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
-    if level == 0:
-        return shortened(newest.model or "a model that is not known", 30)
-    if level == 1:
-        if newest.n_header_tokens <= 1:  # every prompt begins with the same first token
+    if node.level == "namespace":
+        return shortened(node.model or "a model that is not known", 30)
+    if node.level == "header":
+        if node.n_tokens <= 1:  # every prompt begins with the same first token
             # With one slot and full attention no header is looked for: nothing depends on it.
-            return "no header" if newest.n_header_tokens else "headers not told apart"
-        client = "warmed header" if newest.client == OWN_CLIENT else newest.client or "header"
-        return f"{shortened(client, 28)}, {newest.n_header_tokens:,} tokens"
-    words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
-    return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"
+            return "no header," if node.n_tokens else "headers not told apart,"
+        client = "warmed header" if node.client == views.OWN_CLIENT else node.client or "header"
+        return f"{shortened(client, 28)}, {node.n_tokens:,} tokens,"
+    words = f'"{shortened(node.title, 24)}"' if node.title else "session"
+    return f"{words}, {node.n_tokens:,} tokens,"
 
 
 def _leaf(checkpoint: ListedCheckpoint) -> Text:
@@ -288,7 +286,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path) -> None:
     files = StateFiles(Path(settings.slot_save_path))
     records = offline.read_records(files)
     models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
-    listed = [list_checkpoint(record.checkpoint, models) for record in records]
+    listed = [views.list_checkpoint(record.checkpoint, models) for record in records]
     ids = {c.id for name in names for c in named(name, listed)}
     chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
     with command.progress("exporting", sum(r.checkpoint.size_bytes for r in chosen)) as update:
@@ -346,7 +344,7 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
         return of_model
     found: dict[str, list[ListedCheckpoint]] = {}
     for checkpoint in checkpoints:
-        for node_id in (checkpoint.id, *path_to(checkpoint.parent)):
+        for node_id in (checkpoint.id, *views.path_to(checkpoint.parent)):
             digits = node_id.rpartition("/")[2]
             # Zeros name nothing: 0 is the id of everything unknown.
             if digits.strip("0") and digits.startswith(text.lower()):

@@ -44,89 +44,6 @@ def path_to(node_id: str) -> list[str]:
     return list(accumulate(node_id.split("/"), "{}/{}".format))
 
 
-class ListedNode(msgspec.Struct, kw_only=True):
-    """A node above the checkpoints; its counts are over all checkpoints under it.
-
-    `title` and `client` are those of the newest checkpoint; empty where they are not known, or for several
-    sessions. `n_tokens` is the length of a header, or of a session's longest checkpoint; else 0. `seconds`
-    is how long evaluating a header takes, or a session behind its header; null while no speed was measured.
-    `model` is the name of the checkpoints' model, null if it is not known.
-    """
-
-    id: str
-    parent: str | None
-    level: str
-    title: str = ""
-    client: str = ""
-    n_tokens: int = 0
-    n_checkpoints: int = 0
-    n_pinned: int = 0
-    size_bytes: int = 0
-    last_used_at: float = 0.0
-    n_restores: int = 0
-    seconds: float | None = None
-    model: str | None = None
-
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Count a checkpoint under this node."""
-        self.n_checkpoints += 1
-        self.n_pinned += checkpoint.is_pinned
-        self.size_bytes += checkpoint.size_bytes
-        self.n_restores += checkpoint.n_restores
-        self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
-        self.last_used_at = max(self.last_used_at, checkpoint.last_used_at)
-
-
-class Outline:
-    """The nodes of a store, summed up from its checkpoints one by one."""
-
-    def __init__(self) -> None:
-        self._nodes = {"": ListedNode(id="", parent=None, level=_LEVELS[0])}
-        self._newest: dict[str, Checkpoint] = {}
-        """The checkpoint under each node that was used last."""
-
-    def add(self, checkpoint: Checkpoint) -> None:
-        for node_id in ("", *path_to(parent_of(checkpoint))):
-            if (node := self._nodes.get(node_id)) is None:
-                parent, level = node_id.rpartition("/")[0], _LEVELS[1 + node_id.count("/")]
-                node = self._nodes[node_id] = ListedNode(id=node_id, parent=parent, level=level)
-            node.add(checkpoint)
-            if checkpoint.last_used_at == node.last_used_at:
-                self._newest[node_id] = checkpoint
-
-    def nodes(
-        self, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates], n_at_most: int
-    ) -> list[ListedNode]:
-        """Return the store, and the nodes that take most room: parents first, then the largest first.
-
-        *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
-        """
-        nodes = sorted(self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes))
-        return [self._described(node, names, rates_by) for node in nodes[:n_at_most]]
-
-    def _described(
-        self, node: ListedNode, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
-    ) -> ListedNode:
-        if (newest := self._newest.get(node.id)) is None:
-            return node
-        is_session = node.level == "session"
-        n_header = newest.header if is_session or node.level == "header" else 0
-        begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
-        rates = rates_by.get(newest.namespace)
-        evaluation = rates.evaluation_seconds(begin, end) if rates and rates.is_measured else None
-        return msgspec.structs.replace(
-            node,
-            title=newest.title.words if is_session else "",
-            client=newest.title.client if n_header or is_session else "",
-            n_tokens=end,
-            seconds=None if evaluation is None else round(evaluation, 3),
-            model=names.get(newest.namespace) if node.id else None,
-        )
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
@@ -177,6 +94,85 @@ def list_checkpoint(
         model=names.get(checkpoint.namespace),
         **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE} | more,
     )
+
+
+class ListedNode(msgspec.Struct, kw_only=True):
+    """A node above the checkpoints; its counts are over all checkpoints under it.
+
+    `title` and `client` are those of the newest checkpoint; empty where they are not known, or for several
+    sessions. `n_tokens` is the length of a header, or of a session's longest checkpoint; else 0. `seconds`
+    is how long evaluating a header takes, or a session behind its header; null while no speed was measured.
+    `model` is the name of the checkpoints' model, null if it is not known.
+    """
+
+    id: str
+    parent: str | None
+    level: str
+    title: str = ""
+    client: str = ""
+    n_tokens: int = 0
+    n_checkpoints: int = 0
+    n_pinned: int = 0
+    size_bytes: int = 0
+    last_used_at: float = 0.0
+    n_restores: int = 0
+    seconds: float | None = None
+    model: str | None = None
+
+    def add(self, checkpoint: ListedCheckpoint) -> None:
+        """Count a checkpoint under this node."""
+        self.n_checkpoints += 1
+        self.n_pinned += checkpoint.is_pinned
+        self.size_bytes += checkpoint.size_bytes
+        self.n_restores += checkpoint.n_restores
+        self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
+        self.last_used_at = max(self.last_used_at, checkpoint.last_used_at)
+
+
+class Outline:
+    """The nodes of a store, summed up from its checkpoints one by one."""
+
+    def __init__(self) -> None:
+        self._nodes = {"": ListedNode(id="", parent=None, level=_LEVELS[0])}
+        self._newest: dict[str, ListedCheckpoint] = {}
+        """The checkpoint under each node that was used last."""
+
+    def add(self, checkpoint: ListedCheckpoint) -> None:
+        for node_id in ("", *path_to(checkpoint.parent)):
+            if (node := self._nodes.get(node_id)) is None:
+                parent, level = node_id.rpartition("/")[0], _LEVELS[1 + node_id.count("/")]
+                node = self._nodes[node_id] = ListedNode(id=node_id, parent=parent, level=level)
+            node.add(checkpoint)
+            if checkpoint.last_used_at == node.last_used_at:
+                self._newest[node_id] = checkpoint
+
+    def nodes(self, rates_by: Mapping[Namespace, Rates], n_at_most: int) -> list[ListedNode]:
+        """Return the store, and the nodes that take most room: parents first, then the largest first.
+
+        *rates_by* are the speeds of the namespaces that are served.
+        """
+        nodes = sorted(self._nodes.values(), key=lambda n: (_LEVELS.index(n.level), -n.size_bytes))
+        return [self._described(node, rates_by) for node in nodes[:n_at_most]]
+
+    def _described(self, node: ListedNode, rates_by: Mapping[Namespace, Rates]) -> ListedNode:
+        if (newest := self._newest.get(node.id)) is None:
+            return node
+        is_session = node.level == "session"
+        n_header = newest.n_header_tokens if is_session or node.level == "header" else 0
+        begin, end = (n_header, node.n_tokens) if is_session else (0, n_header)
+        rates = rates_by.get(Namespace(bytes.fromhex(newest.parent.partition("/")[0])))
+        evaluation = rates.evaluation_seconds(begin, end) if rates and rates.is_measured else None
+        return msgspec.structs.replace(
+            node,
+            title=newest.title if is_session else "",
+            client=newest.client if n_header or is_session else "",
+            n_tokens=end,
+            seconds=None if evaluation is None else round(evaluation, 3),
+            model=newest.model if node.id else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
 
 # Requests that have ended, and what the live page shows of the day: what was saved.

@@ -67,7 +67,7 @@ class ProblemKind(StrEnum):
 
     @property
     def cure(self) -> str:
-        return _CURES[self.name][0]
+        return docstrings_of_fields(ProblemKind)[self.name][0]
 
     FILE_GONE = "the file of a checkpoint is gone"
     """its entry is removed"""
@@ -89,9 +89,6 @@ class ProblemKind(StrEnum):
     """it is made anew from the states"""
     STATE_LOST = "a state that cannot be entered again"
     """it is removed"""
-
-
-_CURES = docstrings_of_fields(ProblemKind)
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -220,11 +220,10 @@ class Admin:
         `n_left_out` is how many nodes are not among them; `version` changes with the store.
         """
         store, outline, version = self._shared.store, views.Outline(), self._shared.store.version
-        limit = _limit(request, 500)
+        limit, names = _limit(request, 500), model_names(store.index)
         async for checkpoint in in_slices(store):
-            outline.add(checkpoint)
-        names, present = model_names(store.index), self._shared.present()
-        nodes = outline.nodes(names, present.rates_by, limit)
+            outline.add(views.list_checkpoint(checkpoint, names))
+        nodes = outline.nodes(self._shared.present().rates_by, limit)
         n_left_out = len(outline) - len(nodes)
         return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
 

@@ -3,7 +3,7 @@
 from proxy.core.model import Checkpoint, CheckpointId, Family, Title
 from proxy.core.rates import Rates
 from proxy.core.tokens import Namespace
-from proxy.explain.views import ListedNode, Outline
+from proxy.explain.views import ListedNode, Outline, list_checkpoint
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 
@@ -34,8 +34,8 @@ def outlined(
 ) -> dict[str, ListedNode]:
     outline = Outline()
     for each in CHECKPOINTS:
-        outline.add(each)
-    return {node.id: node for node in outline.nodes(names or {}, rates_by or {}, n_at_most)}
+        outline.add(list_checkpoint(each, names or {}))
+    return {node.id: node for node in outline.nodes(rates_by or {}, n_at_most)}
 
 
 def test_parents_come_before_their_children_and_the_largest_first() -> None:
