@@ -289,8 +289,7 @@ def report(setup: Setup) -> Group:
     findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
     n_columns = max(len(finding.topic) for finding in findings)
-    verdict = Text(summary(setup), style=_SHOWN[exit_status(findings)][1])
-    lines: list[RenderableType] = [verdict]
+    lines: list[RenderableType] = [Text(summary(setup), _SHOWN[exit_status(findings)][1])]
     for about, group in groupby(findings, key=lambda finding: finding.about):
         lines.append(Text())
         if has_headings:

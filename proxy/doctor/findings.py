@@ -224,9 +224,8 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
             continue  # it has not answered at all
         if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
             continue  # the finding of the slots says it
-        here = _cures_here(facts, path).get(each.kind, "")
         kind = _K.UNREACHABLE if is_silent and each.kind is _K.SILENT else each.kind
-        yield degradation(kind, each.detail, here)
+        yield degradation(kind, each.detail, _cures_here(facts, path).get(each.kind, ""))
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)

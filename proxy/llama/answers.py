@@ -194,8 +194,7 @@ class AnswerReader:
 
     def said(self) -> str:
         """Return the answer's text without its reasoning, once the answer has passed."""
-        kept = (line[5:] for line in self._text_lines)
-        lines = kept if self._is_stream else [self._buffer]
+        lines = (line[5:] for line in self._text_lines) if self._is_stream else [self._buffer]
         events = (object_in(bytes(line)) or {} for line in lines)
         return "".join(chain.from_iterable(map(_texts_of, events)))
 
@@ -276,9 +275,8 @@ def _timings_of(usages: list[_Usage]) -> Timings | None:
 
 def complaint_in(body: bytes) -> str:
     """Return what llama-server's error says, shortened, and without what it quotes of the request."""
-    message = error_text(object_in(body))
     # A template's own error stands behind a piece of the template.
-    told = message.rpartition("\nError: ")[2][:_COMPLAINT_CHARACTERS]
+    told = error_text(object_in(body)).rpartition("\nError: ")[2][:_COMPLAINT_CHARACTERS]
     return _QUOTES.split(told, 1)[0].strip()
 
 

@@ -174,8 +174,7 @@ def _read_stream(
     reader.position = offset
     reader.skip(n_cells * cell_bytes)
     v_transposed, n_layers = reader.numbers("II")
-    is_possible = v_transposed <= 1 and n_layers <= _MAX_LAYERS
-    require(is_possible, "has an impossible attention header")
+    require(v_transposed <= 1 and n_layers <= _MAX_LAYERS, "has an impossible attention header")
     rotations = reader.numbers("II") if version >= 4 else ()
     rows = [_skip_tensor(reader, n_cells) for _ in range(n_layers)]
     if has_v:

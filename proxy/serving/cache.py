@@ -48,8 +48,7 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        is_unread = request.body is None and request.is_json
-        if is_unread and not requests.is_too_deep(request.raw):
+        if request.body is None and request.is_json and not requests.is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
         if self._is_brief(process, request):
             request.is_brief, request.why = True, BRIEF
@@ -152,8 +151,7 @@ class Cache:
         if has_waited and not await process.is_current():
             raise replaced()
         # Before a whole answer llama-server was looked at (`_extends`), before a stream it was not.
-        was_looked_at = not request.wants_stream
-        read_now = partial(self._read_now, process, request, was_looked_at=was_looked_at)
+        read_now = partial(self._read_now, process, request, was_looked_at=not request.wants_stream)
         try:
             async with process.launches.turn() as turn:
                 if request.extends is not None and not process.can_extend(request.extends):

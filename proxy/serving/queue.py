@@ -243,8 +243,7 @@ class SlotQueue:
             if not choice.is_warm and waiting.n_overtakes_left > 0 and not waiting.is_placement:
                 if fitting := self._fitting(waiting, choice):
                     waiting, choice = fitting
-            lease = self._reserve(choice, is_placement=waiting.is_placement)
-            waiting.granted.set_result(lease)
+            waiting.granted.set_result(self._reserve(choice, is_placement=waiting.is_placement))
         except Exception as error:
             waiting.granted.set_exception(error)
         return waiting

@@ -160,8 +160,7 @@ class UncachedRequest:
             # What a process that cannot cache now holds is saved once it can.
             is_kept = not self._process.can_cache and self._namespace == self._request.namespace
             unknown = Unknown(self._namespace, is_kept, brief=brief, digests=self._digests)
-            is_tainted = is_unclear or self._beside_tokens
-            held = TAINTED if is_tainted else self._request.as_left(unknown)
+            held = TAINTED if is_unclear or self._beside_tokens else self._request.as_left(unknown)
             self._process.slots.set_content(slot_id, held)
 
     def _abandon(self, lease: Lease) -> None:

@@ -204,8 +204,7 @@ class StateFiles:
         # a group (setgid), and only the file's owner could change its mode.
         if path.stat().st_uid != os.geteuid():
             return
-        is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
-        path.chmod(0o660 if is_group_shared else 0o600)
+        path.chmod(0o660 if self.directory.stat().st_mode & stat.S_ISGID else 0o600)
 
 
 @contextmanager

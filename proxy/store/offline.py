@@ -214,8 +214,7 @@ def _require_replaceable(files: StateFiles, file: Path) -> None:
     """Raise StoreFault if *file* is one of the store's own files, or no regular file."""
     directory, parent = files.directory.resolve(), file.parent.resolve()
     is_ours = file.name.startswith("lpc-") or file.name in (LOCK_NAME, SECRET_NAME)
-    is_in_store = is_ours and parent == directory
-    if is_in_store or parent == directory / "index":
+    if (is_ours and parent == directory) or parent == directory / "index":
         raise StoreFault(f"{file} is a name of the store's own files: choose another")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise StoreFault(f"{parent} is no directory that this user may write to")

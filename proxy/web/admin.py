@@ -80,8 +80,7 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
                     "pages could otherwise read this under a name of theirs",
                 )
             origin = request.headers.get("Origin")
-            is_own = origin is None or origin.partition("://")[2].lower() == request.host.lower()
-            if not is_own:
+            if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
                 raise _refused(web.HTTPForbidden, "not for pages of other sites")
         if token is not None and request.path not in open_paths:
             _require(token, request)
@@ -224,8 +223,7 @@ class Admin:
         async for checkpoint in in_slices(store):
             outline.add(views.list_checkpoint(checkpoint, names))
         nodes = outline.nodes(self._shared.present().rates_by, limit)
-        n_left_out = len(outline) - len(nodes)
-        return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
+        return json_response(nodes=nodes, n_left_out=len(outline) - len(nodes), version=version)
 
     async def pin(self, request: web.Request) -> web.Response:
         """Pin a checkpoint (PUT), or unpin it (DELETE)."""

@@ -136,8 +136,7 @@ class Exchange:
             await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
-        n_ends = request.n_completions if request else 1
-        self._reader = AnswerReader(content_type, route, n_ends)
+        self._reader = AnswerReader(content_type, route, request.n_completions if request else 1)
         return await self._pass_on(target, stream_edit, body, edited)
 
     async def _pass_on(
@@ -233,9 +232,8 @@ class Exchange:
         body = await read_most(answer.content)
         if answer.status == 500:
             self._look_for_cells(body)
-        event = error_event_of(self.path, answer.status, body)
         self._has_begun = True
-        await waiting.write_eof(event)
+        await waiting.write_eof(error_event_of(self.path, answer.status, body))
         self.is_answered = True
         return Answer(answer.status, None, complaint=complaint_in(body))
 
