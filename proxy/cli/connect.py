@@ -79,8 +79,8 @@ def connect(
     overview = _with_model(proxy, server, overview, model) if model else overview
     chosen, servers = server.model_that_runs(overview, model)
     model = str(chosen["id"])
-    if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
-        model = Path(model).stem
+    # A path is shortened: with one model, any name works.
+    model = Path(model).stem if model.endswith(".gguf") else model
     facts = {"URL": server.url, "MODEL": model, "KEY": api_key}
     n_ctx = min(each["n_ctx"] for each in servers)
     output = min(8192, n_ctx // 4)

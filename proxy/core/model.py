@@ -295,9 +295,7 @@ def usable_tokens(
     is_within_window = rule.end_holds_from > 0 and state.has_every_position
     if rule.end_holds_from <= state.n_tokens <= reachable and not is_within_window:
         return state.n_tokens
-    if rule.is_restore_points:
-        return highest_point(state.restore_points, reachable)
-    return 0
+    return highest_point(state.restore_points, reachable) if rule.is_restore_points else 0
 
 
 def highest_point(points: tuple[int, ...], limit: int) -> int:

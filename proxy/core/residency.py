@@ -169,9 +169,7 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
     is_overwritten = isinstance(content, Unknown) and content.likely is not None
-    if slot.is_running or is_overwritten:
-        return n_destined
-    return max(n_destined, n_held)
+    return n_destined if slot.is_running or is_overwritten else max(n_destined, n_held)
 
 
 def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId]:

@@ -312,8 +312,9 @@ class Report:
         self, request: "Request", judgement: Judgement, outcome: Outcome = Outcome.BYPASS
     ) -> None:
         """Report a request once its answer was relayed; *outcome* counts if the request has no account."""
-        answer, account, facts = request.answer, request.account, {"why": request.why}
+        answer, account = request.answer, request.account
         assert answer is not None
+        facts: dict[str, Any] = {"why": request.why}
         if account is not None:
             outcome, facts = account.outcome, account.describe()
             self._count(account)
@@ -330,11 +331,10 @@ class Report:
         if request.prompt and answer.timings and self._journal.keep != "none":
             n_answer = answer.timings.predicted_n
             self._journal.traced.append(views.traced(request.at, request.prompt, n_answer))
-        first_token_seconds = None
         if answer.first_token_at is not None:
             seconds = answer.first_token_at - request.arrived_at
             self._metrics.first_token_seconds.labels(outcome).observe(seconds)
-            first_token_seconds = round(seconds, 4)
+            facts["first_token_seconds"] = round(seconds, 4)
         restored = account.plan.start.restored if account else None
         is_fetched = restored is not None and restored.checkpoint.is_fetched
         earlier = "fetched for an earlier request" if is_fetched else None
@@ -344,7 +344,6 @@ class Report:
             judgement,
             status=answer.status,
             server=request.server or None,
-            first_token_seconds=first_token_seconds,
             rewrites=request.rewrites or None,
             shared=request.shared or earlier,
             **facts,

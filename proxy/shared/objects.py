@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import count
+from itertools import count, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,8 +233,7 @@ class Opening:
                 return
             data, salt = self._salt[_SALT_BYTES:], self._salt[:_SALT_BYTES]
             self._cipher = self._sealing.cipher(self._name, salt)
-        for nonce, piece in self._pieces.take(data):
-            yield self._decrypt(nonce, piece)
+        yield from starmap(self._decrypt, self._pieces.take(data))
 
     def last(self) -> Iterator[bytes]:
         """Yield the rest; raises StateDamaged if the object was cut off."""

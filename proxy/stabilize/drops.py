@@ -366,9 +366,7 @@ def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
     messages = model.messages_of(route, body)
     header = messages[: n_leading_system(messages)]
     conversation = messages[len(header) :]
-    kept = conversation[first:]
-    if asked is not None:
-        kept = [conversation[asked], *kept]
+    kept = conversation[first:] if asked is None else [conversation[asked], *conversation[first:]]
     if asked != 0 and first != 0 and kept and begins_turn(kept[0]):
         if surroundings := _surroundings(conversation[0]):
             content = kept[0].get("content")

@@ -181,17 +181,15 @@ class CheckpointStore(Catalogue):
                 verifying.exception()  # retrieved, because no caller may have waited
 
         if checkpoint.id not in self._verifying:
-            verifying = asyncio.ensure_future(self._verify_once(checkpoint))
+            verifying = asyncio.ensure_future(self._verify(checkpoint))
             self._verifying[checkpoint.id] = verifying
             verifying.add_done_callback(end)
         return self._verifying[checkpoint.id]
 
-    async def _verify_once(self, checkpoint: Checkpoint) -> None:
-        if not await self._verification.is_done(checkpoint):
-            await self._verify(checkpoint)
-
     async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
         """Verify a file; on any fault, do not use its checkpoint for a while, or remove it."""
+        if not bytes_per_second and await self._verification.is_done(checkpoint):
+            return
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
         except StateDamaged:
