@@ -128,8 +128,10 @@ def _short_context(n_ctx: int) -> str:
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Return a client's entry of clients.yaml with the *facts* filled in."""
-    in_quotes = partial(yaml.safe_dump, default_style='"', width=inf)
-    quoted = {key: in_quotes(str(value)).strip()[1:-1] for key, value in facts.items()}
+    quoted = {}
+    for key, value in facts.items():
+        in_quotes = str(yaml.safe_dump(str(value), default_style='"', width=inf))
+        quoted[key] = in_quotes.strip()[1:-1]
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
 
