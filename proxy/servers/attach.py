@@ -122,6 +122,8 @@ async def attach(
         if process.clears_idle_slots is None:
             clears = before.clears_idle_slots if before else await _seen_clearing(process.upstream)
             process.clears_idle_slots = clears  # no condition: nothing is saved, and nothing waits
+    if before and before.accused:
+        await before.acquit()
     return process
 
 

@@ -8,7 +8,7 @@ fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -100,6 +100,9 @@ class Process(ServerServices):
     is_one_tenant: bool = False  # whether all keys share states
     tenants: set[bytes] = field(default_factory=set)
     """The tenants that have sent a request, and b"" if keys do not matter."""
+
+    accused: list[Checkpoint] = field(default_factory=list)
+    """Those quarantined because this process seems to have ended; used again if it turns out to run."""
 
     # Requests on their way.
     on_way: "set[Request]" = field(default_factory=set)
@@ -407,11 +410,15 @@ class Process(ServerServices):
         return timings
 
     async def has_ended(self) -> bool:
-        """Look at llama-server after a failure; return whether this process is gone.
+        """Look at llama-server after a failure; return whether this process seems to be gone.
 
-        A look that was under way may have begun before the failure, so there are two.
+        A look that was under way may have begun before the failure, so there are two. If a gateway or the
+        network failed, the process may have been met again since.
         """
-        return not (await self.is_current() and await self.is_current())
+        if await self.is_current() and await self.is_current():
+            return False
+        newest = self.served[self.upstream.target]
+        return newest is self or newest.id != self.id
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
@@ -431,21 +438,33 @@ class Process(ServerServices):
         if not suspects or not await self.has_ended():
             return False
         self.slots[slot_id].sources = ()
-        names = [checkpoint.file_name for checkpoint in suspects]
-        get_logger("cache").warning(f"quarantined: {ENDED_LLAMA_SERVER}", files=names)
-        try:
-            quarantine = model.Quarantine(ENDED_LLAMA_SERVER, time.time())
-            await self.store.quarantine_for_good(suspects, quarantine)
-        except errors.StoreFault as fault:
-            # Until its next start the proxy does not offer the suspects.
-            self.faults.record("quarantine", fault)
-        finally:
-            note_quarantined(self.all_degradations, self.store.quarantined)
+        self.accused += suspects
+        why = model.Quarantine(ENDED_LLAMA_SERVER, time.time())
+        await self._set_quarantine(f"quarantined: {ENDED_LLAMA_SERVER}", suspects, why)
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
             if self.tier:
                 self.tier.uploads.withdraw(checkpoint)
         return True
+
+    async def acquit(self) -> None:
+        """Use the accused checkpoints again: this process answers, so only a gateway or network failed."""
+        accused, self.accused = self.accused, []
+        await self._set_quarantine("used again: the same llama-server answers", accused, None)
+        if self.tier:
+            with self.faults.suppressed("quarantine", errors.StoreFault):
+                for checkpoint in accused:
+                    await self.tier.uploads.readmit(checkpoint)
+
+    async def _set_quarantine(
+        self, event: str, checkpoints: Sequence[Checkpoint], why: model.Quarantine | None
+    ) -> None:
+        get_logger("cache").warning(event, files=[c.file_name for c in checkpoints])
+        try:
+            with self.faults.suppressed("quarantine", errors.StoreFault):
+                await self.store.change_on_disk(*(c.id for c in checkpoints), quarantine=why)
+        finally:  # without a disk it holds until the proxy's next start
+            note_quarantined(self.all_degradations, self.store.quarantined)
 
     def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Note why a checkpoint is gone, for the explanations of requests that miss it."""

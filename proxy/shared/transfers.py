@@ -229,9 +229,11 @@ class Uploads:
         used = (c for c in own if c.last_used_at > used_at)
         for each in sorted(used, key=lambda c: -c.last_used_at):
             if (n_left := n_left - each.size_bytes) >= 0:
-                # One by one: saves wait for the write under way.
-                await self._store.change_on_disk(each.id, shared_id="")
-                self._pending.add(each.id)  # while it has its old name it is taken for uploaded
+                await self._upload_anew(each)  # one by one: saves wait for the write under way
+
+    async def _upload_anew(self, checkpoint: Checkpoint) -> None:
+        await self._store.change_on_disk(checkpoint.id, shared_id="")
+        self._pending.add(checkpoint.id)  # while it has its old name it is taken for uploaded
         self._wake.set()
 
     def note_removed(self, checkpoint: Checkpoint, reason: Removal) -> None:
@@ -252,6 +254,14 @@ class Uploads:
         if checkpoint.quarantine or self._remote.is_own(checkpoint.shared_id):
             self._remote.refuse(checkpoint)
             self._wake.set()
+
+    async def readmit(self, checkpoint: Checkpoint) -> None:
+        """Undo `withdraw`: an own state gets another name, because it may be deleted there already."""
+        checkpoint = self._store.get(checkpoint.id) or checkpoint
+        if self._remote.is_own(checkpoint.shared_id):
+            await self._upload_anew(checkpoint)
+        else:
+            self._remote.refused.discard(checkpoint.shared_id)
 
     async def drain(self, seconds: float) -> None:
         """Upload what waits, in at most so many *seconds*."""

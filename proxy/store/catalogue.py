@@ -269,6 +269,8 @@ class Catalogue:
         record = self._changed[checkpoint_id] = replace(old, **changes)
         if record.quarantine:
             self._quarantined.add(checkpoint_id)
+        elif old.quarantine:
+            self._quarantined.discard(checkpoint_id)
         return record
 
     def take(self, checkpoint_id: CheckpointId) -> Checkpoint | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId, Quarantine
+from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
@@ -217,10 +217,6 @@ class CheckpointStore(Catalogue):
         await self._remove([damaged, *stemming], Removal.BROKEN)
 
     # Changing records.
-
-    async def quarantine_for_good(self, checkpoints: Iterable[Checkpoint], why: Quarantine) -> None:
-        """Never use checkpoints again, even after a restart; return once that is on disk."""
-        await self.change_on_disk(*(c.id for c in checkpoints), quarantine=why)
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""

@@ -83,6 +83,37 @@ async def test_quarantine_outlives_the_proxy_and_ends_with_the_checkpoint(
         assert await rig.reasons() == []
 
 
+@pytest.mark.parametrize("is_met_again", [False, True])
+async def test_state_in_use_when_only_a_gateway_is_restarted_is_used_again(
+    start_rig: StartRig, *, is_met_again: bool
+) -> None:
+    """Also if the proxy has met llama-server again before it hears of the broken connection."""
+    async with start_rig(n_slots=2) as rig:
+        for name in "abc":
+            await rig.chat(name)
+            await rig.settled()
+        before = await rig.attached()
+        gate = rig.server.hold("generate", n_calls=1)
+        asked = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
+        await gate.reached()
+        await rig.server.shut_down()
+        await until(lambda: before.queue.is_closed)
+        if is_met_again:
+            await rig.server.listen()
+            await until(lambda: rig.process)
+        rig.server.faults.drop.add("generate")
+        gate.open()
+        await until(lambda: asked.done() if is_met_again else quarantined(rig))
+        rig.server.faults.drop.clear()
+        if not is_met_again:
+            await rig.server.listen()
+        assert (await asked).status == (502 if is_met_again else 200)
+        assert (quarantined(rig), await rig.reasons()) == ([], [])
+        await rig.settled()
+        assert (await rig.chat("a")).n_reused
+        assert rig.server.n_processes == 1
+
+
 async def test_quarantined_state_is_taken_from_other_machines_at_once(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

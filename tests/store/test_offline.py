@@ -384,7 +384,7 @@ async def test_state_that_ended_llama_server_stays_in_quarantine(
 ) -> None:
     with opened(directory) as used:
         bad, good = sorted(used, key=lambda checkpoint: checkpoint.n_tokens)
-        await used.quarantine_for_good([bad], Quarantine("it ended llama-server", 1.0))
+        await used.change_on_disk(bad.id, quarantine=Quarantine("it ended llama-server", 1.0))
     files = StateFiles(directory)
     export_checkpoints(files, read_records(files), tmp_path / "file.lpc", nothing)
     take(tmp_path / "second", tmp_path / "file.lpc")

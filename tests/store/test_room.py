@@ -416,7 +416,7 @@ async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None
             used_at = present.now - 3600 * number
             new = new_state(store, run_of(300, start=1000 * number), last_used_at=used_at)
             made.append(await store.commit(*new))
-        await store.quarantine_for_good([made[1]], Quarantine("it ended llama-server", 1.0))
+        await store.change_on_disk(made[1].id, quarantine=Quarantine("it ended llama-server", 1.0))
         await store.pin(made[4].id, is_pinned=True)
         expected = [made[i].id for i in (1, 3, 2, 0, 4)]
         assert [i for i, _ in store.index.least_valuable()] == expected

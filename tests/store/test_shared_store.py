@@ -627,14 +627,36 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         await b.find(tokens)
         fetched = await b.fetch(tokens)
         assert fetched is not None
-        await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
+        await b.store.change_on_disk(
+            fetched.id, quarantine=Quarantine("it ended llama-server", 1.0)
+        )
         assert list(b.tier.remote.find(OURS, tokens)) == []
         await b.store.remove(fetched, Removal.BUDGET)
         assert list(b.tier.remote.find(OURS, tokens)) == [], "it would end llama-server again"
-        await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
+        await a.store.change_on_disk(saved.id, quarantine=Quarantine("it ended llama-server", 1.0))
         a.tier.uploads.withdraw(saved)  # as long as it is there, it ends those of other machines
         await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
         await a.store.remove(saved, Removal.BUDGET)
+
+
+async def test_state_that_was_withdrawn_for_nothing_is_there_again(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens, why = run_of(3000), Quarantine("it seemed to end llama-server", 1.0)
+    async with start("a") as a, start("b") as b:
+        saved = await a.save(tokens)
+        assert await b.find(tokens) and (fetched := await b.fetch(tokens))
+        for machine, state, n_up in ((b, fetched, 1), (a, saved, 2)):
+            await machine.store.change_on_disk(state.id, quarantine=why)
+            machine.tier.uploads.withdraw(state)
+            assert list(machine.tier.remote.find(OURS, tokens)) == []
+            await machine.tier.uploads.drain(SECOND)
+            await machine.store.change_on_disk(state.id, quarantine=None)
+            await machine.tier.uploads.readmit(state)
+            await machine.tier.uploads.drain(SECOND)
+            assert len(await machine.find(tokens, is_full=True)) == 1
+            assert (a.n_up, b.n_up) == (n_up, 0)
+        assert len({path.stem for path in objects_in(tmp_path / "shared")}) == 1
 
 
 async def test_states_that_are_withdrawn_while_another_is_being_deleted_go_too(
@@ -1651,7 +1673,9 @@ async def test_state_that_ended_llama_server_is_not_offered_after_a_restart_eith
         await b.find(tokens)
         fetched = await b.fetch(tokens)
         assert fetched is not None
-        await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
+        await b.store.change_on_disk(
+            fetched.id, quarantine=Quarantine("it ended llama-server", 1.0)
+        )
         await b.store.remove(fetched, Removal.BUDGET)
     async with start("b") as b:
         assert await b.find(tokens, is_full=True) == []

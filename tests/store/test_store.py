@@ -233,7 +233,7 @@ async def test_quarantine_for_good_outlives_the_process_and_makes_a_checkpoint_t
     quarantine = Quarantine("llama-server ended", 1000.0)
     with opened(tmp_path) as store:
         good, bad = [await store.commit(*new_state(store, run_of(n))) for n in (300, 600)]
-        await store.quarantine_for_good([bad], quarantine)
+        await store.change_on_disk(bad.id, quarantine=quarantine)
         assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
     with opened(tmp_path) as store:
         assert {c.id: c.quarantine for c in store} == {good.id: None, bad.id: quarantine}
@@ -249,7 +249,7 @@ async def test_quarantine_for_good_outlives_a_score_that_an_eviction_found_befor
         made = [await store.commit(*new_state(store, run_of(n))) for n in (300, 600)]
         (victim,) = store.victims(1, Present(time.time()))
         (bad,) = [c for c in made if c.id != victim.id]
-        await store.quarantine_for_good([bad], Quarantine("llama-server ended", 1000.0))
+        await store.change_on_disk(bad.id, quarantine=Quarantine("llama-server ended", 1000.0))
     with opened(tmp_path) as store:
         assert [c.checkpoint.id for c in found(store, run_of(700))] == [victim.id]
 
