@@ -55,7 +55,7 @@ class Tier:
         self._seen_at = dict[str, dict[str, float]]()
         """When the objects of an unfinished upload were first seen, by folder and id. Their own times tell
         less: copying keeps them, and S3 gives a large object the time when its upload began."""
-        self._gone = set[str]()
+        self._gone = set(remote.index.value("gone", list[str]) or ())
         """The states that somebody has deleted there since the last look at the capacity."""
         self._listed_at = dict[str, float]()
         """When the last listing of each folder began, by the clock that goes on while a machine sleeps."""
@@ -197,14 +197,19 @@ class Tier:
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
         self._lone |= recorded - whole
+        lost = list[CheckpointId]()
         for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
+                lost.append(checkpoint_id)
                 if checkpoint_id in known:
                     self._gone.add(record.shared_id)
-                await remote.forget(checkpoint_id)
-                remote.known |= {checkpoint_id} & self._lone
             await asyncio.sleep(0)
+        if self._gone:  # the proxy may be stopped before they go up again
+            await remote.enter(gone=[*self._gone])
+        for checkpoint_id in lost:
+            await remote.forget(checkpoint_id)
+            remote.known |= {checkpoint_id} & self._lone
         halves = (i for i, (kinds, *_) in found.items() if not {META, STATE} <= {*kinds.split()})
         before = self._seen_at.get(folder, {})
         seen_at = self._seen_at[folder] = {i: before.get(i, now) for i in halves}
@@ -232,9 +237,10 @@ class Tier:
             for checkpoint in choose_deletions(deletable, n_over, time.time()):
                 await remote.delete(checkpoint)
             n_left = self._capacity - n_bytes
-        if gone := self._gone:
-            self._gone = set()
-            await self.uploads.upload_again(gone, n_left)
+        if self._gone:
+            await self.uploads.upload_again(self._gone, n_left)
+            self._gone.clear()
+            await remote.enter(gone=[])
 
     def _deletable(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
         """Return the states that this proxy may delete, and when each was last written or read.

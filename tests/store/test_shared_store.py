@@ -770,6 +770,21 @@ async def test_states_in_use_go_up_again_where_somebody_has_deleted_them(
         assert (a.store.get(used.id) or used).shared_id == again.checkpoint.shared_id
 
 
+async def test_states_that_are_found_deleted_before_a_stop_go_up_again_after_it(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        for path in objects_in(tmp_path / "shared"):
+            path.unlink()
+        assert await a.find(run_of(3000), is_full=True) == []
+    async with start("a") as a:
+        await until(lambda: a.n_up == 1)
+        assert await n_uploads_after(2, a) == [1]
+    async with start("a") as a:
+        assert await n_uploads_after(1, a) == [0]
+
+
 async def n_uploads_after(n_rounds: int, *machines: Machine) -> list[float]:
     """Let each machine in turn look at all that is there, keep the capacity, and upload what waits."""
     for _ in range(n_rounds):
