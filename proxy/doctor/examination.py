@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from shutil import disk_usage
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import aiohttp
@@ -50,6 +50,8 @@ Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
 """The checkpoints of the examined directory, and the owners of their namespaces."""
 
 _HEALTH_SECONDS = 10.0
+_SCRATCH_BYTES = 1 << 20
+"""What the index of a scratch store needs."""
 
 
 async def examine(settings: Settings, *, model: str = "", is_default: bool = False) -> Setup:
@@ -76,7 +78,7 @@ async def examine(settings: Settings, *, model: str = "", is_default: bool = Fal
         stored = _examine_directory(setup)
         if is_default and not setup.mode:
             raise errors.SettingsError(NO_DIRECTORY)
-        if setup.problem or setup.lock:
+        if setup.problem or setup.lock or setup.scratch_problem:
             return setup
         urls = upstream_urls(settings)
         for url in urls:
@@ -126,14 +128,25 @@ def _examine_directory(setup: Setup) -> Stored:
         setup.problem = errors.in_words(error)
     stored: Stored = [], {}
     if not (setup.problem or setup.lock):
+        setup.scratch_problem = _scratch_problem(directory / "index" / "data.mdb")
         try:
-            stored = read_index(directory)
+            stored = stored if setup.scratch_problem else read_index(directory)
         except errors.StoreFault as fault:
             setup.index_problem = str(fault)
             setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
     setup.n_checkpoints = len(stored[0])
     setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in stored[0])
     return stored
+
+
+def _scratch_problem(index: Path) -> str:
+    """Return why no copy of an index can be made to look at; empty if one can."""
+    try:
+        place = Path(gettempdir())
+        n_bytes = _SCRATCH_BYTES + (index.stat().st_size if index.exists() else 0)
+        return f"{place} has no room for {n_bytes:,} bytes" * (disk_usage(place).free < n_bytes)
+    except OSError as error:  # Python names the places that it has tried
+        return str(error.strerror)
 
 
 def read_index(directory: Path) -> Stored:

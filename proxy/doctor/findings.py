@@ -94,7 +94,8 @@ class Setup:
     """All facts: about the directory, a proxy that uses it, and the llama-servers and hosts of `upstream`.
 
     A llama-server has an address of its own, or is a loaded model of a host. `problem` says why this
-    process cannot use the directory, `index_problem` why the index in it cannot be read. `lock` is not
+    process cannot use the directory, `index_problem` why the index in it cannot be read, and
+    `scratch_problem` why no temporary copy of it can be made, so that nothing is examined. `lock` is not
     empty if a proxy uses the directory; `health` is what that proxy answers at `settings.admin`, None if no
     proxy answers there. The settings are without the API key.
     """
@@ -108,6 +109,7 @@ class Setup:
     problem: str = ""
     index_problem: str = ""
     is_index_damaged: bool = False
+    scratch_problem: str = ""
     n_checkpoints: int = 0
     used_bytes: int = 0
     lock: str = ""
@@ -364,6 +366,11 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         yield limit("checkpoints", f"{setup.index_problem}.", cure)
     elif setup.index_problem:
         yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, "run both as its owner")
+    if setup.scratch_problem:
+        cure = "Free some space there, or give doctor another place: TMPDIR=DIR."
+        yield limit(
+            "temporary files", f"{setup.scratch_problem}: no llama-server was examined.", cure
+        )
     if setup.mode:
         yield _permission_finding(setup)
     if setup.free_bytes is not None:

@@ -1,5 +1,6 @@
 """Looking into a store from outside: it tells the same, and leaves no trace."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from proxy.__main__ import main
 from proxy.core.model import KnownNamespace
 from proxy.doctor.examination import _examine_directory, read_index
 from proxy.doctor.findings import Setup
-from proxy.errors import StoreFault, StoreLocked
+from proxy.errors import StoreFault, StoreLocked, in_words
 from proxy.settings import Settings
 from proxy.store.directory import LOCK_NAME, keep_proxies_out
 from proxy.store.index import Index
@@ -155,3 +156,35 @@ def test_directory_that_may_not_be_listed_gets_no_probe_of_doctor() -> None:
         _examine_directory(setup)
         path.chmod(0o700)
         assert setup.problem and not os.listdir(path)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_doctor_names_the_place_that_has_no_room_for_a_copy_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
+) -> None:
+    place, usage = tmp_path / "place", shutil.disk_usage
+    (tmp_path / "slots").mkdir()
+    if is_there:
+        place.mkdir()
+    with opened(tmp_path / "slots"):
+        pass
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(place)])
+    monkeypatch.setattr(
+        "proxy.doctor.examination.disk_usage",
+        lambda path: usage(tmp_path)._replace(free=1000 if path == place else 1 << 40),
+    )
+    flags = ["--slot-save-path", str(tmp_path / "slots"), "--upstream", "http://127.0.0.1:1"]
+    done = CliRunner().invoke(main, ["doctor", *flags])
+    assert done.exit_code == 1 and "limit  temporary files" in done.output
+    told = f"{place} has no room" if is_there else f"directory found in ['{place}']"
+    assert told.replace(" ", "") in "".join(done.output.split())
+    assert "store not open" not in done.output
+
+
+def test_copy_that_finds_the_disk_full_names_the_place_of_the_copy() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/states/index", None, "/tmp/copy")
+    assert in_words(full) == "/tmp/copy: no space left on device"
+    assert in_words(OSError(errno.EIO, "", "/states/index", None, "/tmp/copy")) == (
+        "/states/index: input/output error"
+    )

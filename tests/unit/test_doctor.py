@@ -212,6 +212,10 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(BLOCKER, "store not open", "it cannot be read", "as its owner"),
         ),
         (
+            directory(scratch_problem="/tmp has no room"),
+            *(LIMIT, "temporary files", "/tmp has no room: no", "TMPDIR=DIR"),
+        ),
+        (
             directory(UNTOUCHED, problem="Permission denied"),
             *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown -R USER /states"),
         ),
