@@ -470,7 +470,8 @@ class LlamaServer:
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
         if status == _GATEWAY_TIMEOUT:
-            raise UpstreamSlow(f"{method} {path}: a gateway or host answers 504: it waited in vain")
+            why = "a gateway or host answers 504: it waited long enough (nginx: proxy_read_timeout)"
+            raise UpstreamSlow(f"{method} {path}: {why}")
         is_whole = response.content.at_eof()
         if status == 200 and is_whole:
             return response.headers, content

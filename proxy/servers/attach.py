@@ -26,7 +26,7 @@ from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Empty, Origin, SlotTable, Unknown
 from proxy.core.tokens import Namespace, TokenIds, token_ids
-from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused, UpstreamSlow
 from proxy.health import CannotCache
 from proxy.llama import files as state_files
 from proxy.llama.client import LlamaServer, Props
@@ -176,12 +176,13 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
     """Save every idle slot that holds something that may be saved; *files* deletes the files on leaving.
 
-    A slot stays unknown if the store has no room for its state. Where there are adapters, its tokens do not
-    tell by which scales they were evaluated, so it is erased.
+    A slot stays unknown if the store has no room for its state, and is given up if its save takes too long,
+    as behind a gateway with a short time limit: no other try would end sooner. Where there are adapters, a
+    slot's tokens do not tell by which scales they were evaluated, so the slot is erased.
     """
     adopted: Adopted = {}
     for slot in (slot for slot in process.slots.free() if slot.content.can_be_adopted):
-        with suppress(NoRoom):
+        try:
             async with AsyncExitStack() as file:
                 name = await file.enter_async_context(process.saver.room_for(slot.content))
                 saved = await process.saver.save(slot.id, name)
@@ -192,6 +193,11 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
                 else:
                     adopted[slot.id] = saved
                     files.push_async_exit(file.pop_all())
+        except UpstreamSlow as slow:
+            process.degrade(DegradationKind.SAVES_FAIL, str(slow))
+            process.slots.set_content(slot.id, TAINTED)
+        except NoRoom:
+            pass
     return adopted
 
 
@@ -309,6 +315,7 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
         statuses = await upstream.slots()
         has_emptied = note_emptied(table, statuses)
         n_held = next((s.n_held for s in statuses if s.id == slot_id), None)
+    has_emptied |= n_held == 0
     if other_id is not None and n_held is None:
         async with process.saver.probe(slot_id, len(model.CANARY_TOKENS)) as saved:
             has_emptied |= not saved.state.tokens

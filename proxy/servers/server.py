@@ -378,7 +378,8 @@ class Server(Watched):
                     process.slots.set_content(slot.id, last.slots[slot.id].content)
         if self._n_unplaced > n_unplaced:
             process.slots.forget_free()
-        before -= {DegradationKind.SLOTS_NOT_SHOWN}  # ends when they are shown
+        # These end when the slots are shown, and when one is saved.
+        before -= {DegradationKind.SLOTS_NOT_SHOWN, DegradationKind.SAVES_FAIL}
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
         warn_of_several(process)

@@ -11,7 +11,7 @@ from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan
 from proxy.core.points import UBATCH_TOKENS
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import Empty, SlotTable
+from proxy.core.slots import TAINTED, Empty, SlotTable
 from proxy.errors import UpstreamFault, replaced
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
@@ -43,10 +43,11 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
     llama-server does not tell the content of a slot that has never run a task.
     """
     emptied = {s.id for s in statuses if s.id_task >= 0 and s.n_held == 0}
-    full = [s.id for s in table.free() if s.id in emptied and not isinstance(s.content, Empty)]
-    for slot_id in full:
+    before = {s.id: s.content for s in table.free() if s.id in emptied}
+    for slot_id in before:
         table.set_content(slot_id, Empty())
-    return bool(full)
+    # Nobody knows of a tainted slot whether it held anything.
+    return any(not isinstance(held, Empty) and held != TAINTED for held in before.values())
 
 
 async def last_tasks(process: Process) -> LastTasks | None:

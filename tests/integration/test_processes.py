@@ -154,6 +154,37 @@ async def test_request_whose_process_is_replaced_between_two_stops_evaluates_not
         assert [len(seen.fields["prompt"]) for seen in stops] == [307, 611]
 
 
+@pytest.mark.parametrize("is_over_at_once", [True, False])
+async def test_slot_that_a_gateway_gives_no_time_to_save_at_first_contact_is_given_up(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, is_over_at_once: bool
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.05)
+    async with start_rig(n_slots=2) as rig:
+        for name in "abc":
+            await rig.chat([{"role": "system", "content": text(name)}, *question(name)])
+            await rig.settled()
+        await rig.stop_proxy()
+        n_before = len(rig.server.seen_at("save"))
+        rig.server.faults.refuse["save"] = 504
+        gate = rig.server.hold("erase", n_calls=1)
+        starting = asyncio.ensure_future(rig.start_proxy())
+        await gate.reached()
+        assert len(rig.server.seen_at("save")) == n_before + 2
+        if not is_over_at_once:  # the proxy's own short save fails as well
+            gate.open()
+            await until(lambda: len(rig.server.seen_at("save")) > n_before + 5)
+            (reason,) = [r for r in (await rig.health())["reasons"] if "attaching" in r["kind"]]
+            assert "answers 504" in reason["reason"] and "proxy_read_timeout" in reason["reason"]
+        rig.server.faults.refuse.clear()
+        gate.open()
+        await starting
+        await until(lambda: rig.process is not None and rig.process.can_cache)
+        assert await rig.reasons() == ["saves fail"]
+        await rig.chat("d")
+        await rig.settled()
+        assert await rig.reasons() == []
+
+
 async def test_state_is_not_restored_into_the_next_process(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,13 @@ ONE, TWO = (agent_requests(2, 0, header=[system(300, seed)], seed=seed) for seed
 
 @asynccontextmanager
 async def behind(
-    folder: Path, n_servers: int = 1, more: str = "", **how: Any
+    folder: Path, n_servers: int = 1, more: str = "", n_slots: int = 1, **how: Any
 ) -> AsyncIterator[tuple[Rig, Gateway]]:
     """Yield a rig whose proxy reaches its llama-server, or several in turns, by a gateway, and that one."""
     directory = folder / "slots"
     directory.mkdir(mode=0o700)
     model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
-    servers = [LlamaServer(model, directory, n_slots=1) for _ in range(n_servers)]
+    servers = [LlamaServer(model, directory, n_slots=n_slots) for _ in range(n_servers)]
     gateway = Gateway([server.port for server in servers], folder, more)
     first, *others = servers
     async with AsyncExitStack() as stack:
@@ -88,3 +88,20 @@ async def test_llama_servers_that_answer_in_turns_are_named_and_left_alone(tmp_p
         for messages in (*ONE, *TWO):
             assert (await rig.chat(messages))["usage"]["prompt_tokens"]
         await rig.reasons_are("several llama-servers")
+
+
+async def test_gateway_that_gives_a_save_no_time_leaves_the_other_slots_cached(
+    tmp_path: Path,
+) -> None:
+    save = "if ($arg_action = save) { return 504; } proxy_pass http://llama;"
+    more = f"location = /slots/0 {{ {save} }}"
+    async with behind(tmp_path, more=more, n_slots=2, settles=False) as (rig, _):
+        await rig.reasons_are("saves fail")
+        (reason,) = (await rig.health())["reasons"]
+        assert "a gateway or host answers 504" in reason["reason"]
+        for messages in (ONE[0], TWO[0]):
+            await rig.chat(messages)
+            await rig.settled()
+        for messages in (ONE[1], TWO[1]):
+            cached = (await rig.chat(messages))["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 0
