@@ -5,7 +5,6 @@ There are two separate trees: a `CacheFault` costs a request its speed and is ne
 its own only if some code catches that class.
 """
 
-import errno
 import os
 import socket
 from ssl import SSLError
@@ -21,9 +20,7 @@ def in_words(error: BaseException) -> str:
         return str(error) or "it broke off"
     is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror | SSLError)
     why = os.strerror(error.errno or 0) if is_known else error.strerror or "it broke off"
-    # A copy that finds the disk full names its source first.
-    name = (error.errno == errno.ENOSPC and error.filename2) or error.filename
-    place = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     if place and isinstance(error, PermissionError):
         why += f" for this user (uid {os.geteuid()})"
     return place + why[:1].lower() + why[1:]

@@ -50,8 +50,6 @@ Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
 """The checkpoints of the examined directory, and the owners of their namespaces."""
 
 _HEALTH_SECONDS = 10.0
-_SCRATCH_BYTES = 1 << 20
-"""What the index of a scratch store needs."""
 
 
 async def examine(settings: Settings, *, model: str = "", is_default: bool = False) -> Setup:
@@ -143,7 +141,8 @@ def _scratch_problem(index: Path) -> str:
     """Return why no copy of an index can be made to look at; empty if one can."""
     try:
         place = Path(gettempdir())
-        n_bytes = _SCRATCH_BYTES + (index.stat().st_size if index.exists() else 0)
+        # The other one is that of the scratch store.
+        n_bytes = (index.stat().st_size if index.exists() else 0) + (1 << 20)
         return f"{place} has no room for {n_bytes:,} bytes" * (disk_usage(place).free < n_bytes)
     except OSError as error:  # Python names the places that it has tried
         return str(error.strerror)

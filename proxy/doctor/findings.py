@@ -368,9 +368,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
         yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, "run both as its owner")
     if setup.scratch_problem:
         cure = "Free some space there, or give doctor another place: TMPDIR=DIR."
-        yield limit(
-            "temporary files", f"{setup.scratch_problem}: no llama-server was examined.", cure
-        )
+        yield limit("temporary files", f"{setup.scratch_problem}: no probe was made.", cure)
     if setup.mode:
         yield _permission_finding(setup)
     if setup.free_bytes is not None:

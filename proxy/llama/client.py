@@ -145,7 +145,6 @@ _GONE = b"proxy error: Failed to read connection"
 """A router appends this to the answer of a child process that has died."""
 _UNREACHED = b"proxy error: Could not establish connection"
 """A router answers this, with 500, until it has noticed that a child has died."""
-_GATEWAY_TIMEOUT = 504
 _BAD_GATEWAY = 502
 """llama-swap answers this, without content, until it has noticed (process_command.go); so do gateways."""
 
@@ -469,9 +468,9 @@ class LlamaServer:
         if lost := self.target.lost(status, content):
             kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: a gateway or host answers {status} for llama-server")
-        if status == _GATEWAY_TIMEOUT:
-            why = "a gateway or host answers 504: it waited long enough (nginx: proxy_read_timeout)"
-            raise UpstreamSlow(f"{method} {path}: {why}")
+        if status == 504:
+            told = "a gateway or host answers 504: it waits no longer, nginx by proxy_read_timeout"
+            raise UpstreamSlow(f"{method} {path}: {told}")
         is_whole = response.content.at_eof()
         if status == 200 and is_whole:
             return response.headers, content

@@ -8,7 +8,7 @@ fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from cachetools import LRUCache
 from proxy import errors
 from proxy.core import model, slots
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Rule, SlotId
+from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Quarantine, Rule, SlotId
 from proxy.core.points import UBATCH_TOKENS
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
@@ -415,10 +415,9 @@ class Process(ServerServices):
         A look that was under way may have begun before the failure, so there are two. If a gateway or the
         network failed, the process may have been met again since.
         """
-        if await self.is_current() and await self.is_current():
-            return False
+        is_there = await self.is_current() and await self.is_current()
         newest = self.served[self.upstream.target]
-        return newest is self or newest.id != self.id
+        return not is_there and (newest is self or newest.id != self.id)
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
@@ -439,8 +438,8 @@ class Process(ServerServices):
             return False
         self.slots[slot_id].sources = ()
         self.accused += suspects
-        why = model.Quarantine(ENDED_LLAMA_SERVER, time.time())
-        await self._set_quarantine(f"quarantined: {ENDED_LLAMA_SERVER}", suspects, why)
+        why = Quarantine(ENDED_LLAMA_SERVER, time.time())
+        await self._set_quarantine(f"quarantined: {ENDED_LLAMA_SERVER}", why, *suspects)
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
             if self.tier:
@@ -450,19 +449,17 @@ class Process(ServerServices):
     async def acquit(self) -> None:
         """Use the accused checkpoints again: this process answers, so only a gateway or network failed."""
         accused, self.accused = self.accused, []
-        await self._set_quarantine("used again: the same llama-server answers", accused, None)
+        await self._set_quarantine("used again: the same llama-server answers", None, *accused)
         if self.tier:
             with self.faults.suppressed("quarantine", errors.StoreFault):
                 for checkpoint in accused:
                     await self.tier.uploads.readmit(checkpoint)
 
-    async def _set_quarantine(
-        self, event: str, checkpoints: Sequence[Checkpoint], why: model.Quarantine | None
-    ) -> None:
-        get_logger("cache").warning(event, files=[c.file_name for c in checkpoints])
+    async def _set_quarantine(self, event: str, why: Quarantine | None, *of: Checkpoint) -> None:
+        get_logger("cache").warning(event, files=[checkpoint.file_name for checkpoint in of])
         try:
             with self.faults.suppressed("quarantine", errors.StoreFault):
-                await self.store.change_on_disk(*(c.id for c in checkpoints), quarantine=why)
+                await self.store.change_on_disk(*(each.id for each in of), quarantine=why)
         finally:  # without a disk it holds until the proxy's next start
             note_quarantined(self.all_degradations, self.store.quarantined)
 

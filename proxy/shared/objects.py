@@ -12,6 +12,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from itertools import count, starmap
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import msgspec
@@ -93,13 +94,11 @@ class Meta(msgspec.Struct, frozen=True):
     host: str = ""
 
 
-def meta_of(
-    checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str, host: str = ""
-) -> Meta:
+def meta_of(checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str) -> Meta:
     """Return the `.meta` of a checkpoint in the shared *namespace*."""
     seed = Namespace(bytes.fromhex(namespace))
     points: dict[int, bytes] = {n: hash_whole(seed, tokens, n) for n in ends_in(checkpoint)}
-    return Meta(checkpoint, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, host)
+    return Meta(checkpoint, owner, [*hash_steps(seed, tokens, STEP_TOKENS)], points, gethostname())
 
 
 def decode_meta(data: bytes) -> Meta:

@@ -197,16 +197,14 @@ class Tier:
         recorded = await asyncio.to_thread(_ids_in, found, {META})
         whole = await asyncio.to_thread(_ids_in, found, {META, STATE})
         self._lone |= recorded - whole
-        lost = list[CheckpointId]()
+        lost = dict[CheckpointId, str]()
         for checkpoint_id in (known | recorded) - whole:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
-                lost.append(checkpoint_id)
-                if checkpoint_id in known:
-                    self._gone.add(record.shared_id)
+                lost[checkpoint_id] = record.shared_id
             await asyncio.sleep(0)
-        if self._gone:  # the proxy may be stopped before they go up again
-            await remote.enter(gone=[*self._gone])
+        self._gone |= {lost[each] for each in known & lost.keys()}
+        await remote.enter(gone=[*self._gone])  # it may be stopped before they go up again
         for checkpoint_id in lost:
             await remote.forget(checkpoint_id)
             remote.known |= {checkpoint_id} & self._lone

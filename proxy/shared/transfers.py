@@ -18,7 +18,6 @@ from math import inf
 from pathlib import Path
 from random import random
 from secrets import token_hex
-from socket import gethostname
 from typing import BinaryIO
 
 import msgspec
@@ -354,7 +353,7 @@ class Uploads:
             remote.metrics.shared_bytes.labels("up").inc(n_bytes)
             claim = Claim(n_bytes, remote.present())
             self._uploaded = self._uploaded.after(n_bytes, claim, time.time())
-        meta = objects.meta_of(checkpoint, owner, tokens, folder, gethostname())
+        meta = objects.meta_of(checkpoint, owner, tokens, folder)
         name = objects.name_of(folder, shared_id, META)
         record = b"".join(remote.sealing.seal(name, [msgspec.msgpack.encode(meta)]))
         await remote.bucket.write(name, [record], len(record))

@@ -1,6 +1,5 @@
 """Looking into a store from outside: it tells the same, and leaves no trace."""
 
-import errno
 import os
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from proxy.__main__ import main
 from proxy.core.model import KnownNamespace
 from proxy.doctor.examination import _examine_directory, read_index
 from proxy.doctor.findings import Setup
-from proxy.errors import StoreFault, StoreLocked, in_words
+from proxy.errors import StoreFault, StoreLocked
 from proxy.settings import Settings
 from proxy.store.directory import LOCK_NAME, keep_proxies_out
 from proxy.store.index import Index
@@ -180,11 +179,3 @@ def test_doctor_names_the_place_that_has_no_room_for_a_copy_of_the_index(
     told = f"{place} has no room" if is_there else f"directory found in ['{place}']"
     assert told.replace(" ", "") in "".join(done.output.split())
     assert "store not open" not in done.output
-
-
-def test_copy_that_finds_the_disk_full_names_the_place_of_the_copy() -> None:
-    full = OSError(errno.ENOSPC, "No space left on device", "/states/index", None, "/tmp/copy")
-    assert in_words(full) == "/tmp/copy: no space left on device"
-    assert in_words(OSError(errno.EIO, "", "/states/index", None, "/tmp/copy")) == (
-        "/states/index: input/output error"
-    )

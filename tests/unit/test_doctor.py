@@ -213,7 +213,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             directory(scratch_problem="/tmp has no room"),
-            *(LIMIT, "temporary files", "/tmp has no room: no", "TMPDIR=DIR"),
+            *(LIMIT, "temporary files", "/tmp has no room: no probe", "TMPDIR=DIR"),
         ),
         (
             directory(UNTOUCHED, problem="Permission denied"),
