@@ -109,9 +109,6 @@ async def attach(
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
         await _identify(process, props, launch)
-        if n_told is None and process.rule.is_end_only:
-            # Their files have no context checkpoints, so nobody limits them, and no save tells how many.
-            process.n_kept_points = MAX_CONTEXT_CHECKPOINTS
     except CannotCache as obstacle:
         process.obstacle = obstacle
     except CacheFault as fault:
@@ -164,6 +161,9 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
             with suppress(UpstreamFault):  # the next try, or `doctor`, needs an empty slot again
                 await process.upstream.erase(slot_id)
             raise
+        if process.rule.is_end_only and launch.n_context_checkpoints is None:
+            # Files of such builds have no context checkpoints: nobody limits them, and no save counts them.
+            process.n_kept_points = MAX_CONTEXT_CHECKPOINTS
         known = known_tenants(process.store.index, process.model_namespace)
         process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.remembered(SIZES, list[StateSize]) or [])
