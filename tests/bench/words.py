@@ -8,6 +8,7 @@ with and without a restored state or a stop at the header (tests/bench/correctne
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -67,15 +68,20 @@ def header(n_words: int | None = None) -> Message:
 
 
 async def converse(
-    stack: Stack, opening: Message, script: list[Message] | None = None
+    stack: Stack,
+    opening: Message,
+    script: list[Message] | None = None,
+    *,
+    questions: Sequence[str] = QUESTIONS,
+    restarts_before: int = RESTARTS_BEFORE,
 ) -> list[Turn]:
     """Ask all questions, with a restart in the middle.
 
     The model's answers are sent back with the next question, or those of *script* in their place.
     """
     messages, turns, n_before = [opening], list[Turn](), 0
-    for index, question in enumerate(QUESTIONS):
-        if index == RESTARTS_BEFORE:
+    for index, question in enumerate(questions):
+        if index == restarts_before:
             await stack.restart()
         messages.append({"role": "user", "content": question})
         body = {"messages": messages, "temperature": 0, "seed": 1, "max_tokens": N_ANSWER_TOKENS}

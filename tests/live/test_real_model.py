@@ -3,15 +3,20 @@
 from contextlib import ExitStack
 
 from tests.bench.processes import Setup, Stack
-from tests.bench.words import MODEL, RESTARTS_BEFORE, converse, failures, header
+from tests.bench.words import MODEL, QUESTIONS, converse, failures, header
+
+RESTARTS_BEFORE = 1
 
 
 async def test_conversation_goes_on_after_a_restart_without_being_evaluated_again() -> None:
+    """Evaluated anew, then restored, then live behind what was restored."""
     with ExitStack() as leftovers:
         setup = Setup(n_threads=1, n_ctx=8192)
         stack = Stack(*MODEL, leftovers, has_proxy=True, setup=setup)
         await stack.start()
-        turns = await converse(stack, header(100))
+        turns = await converse(
+            stack, header(100), questions=QUESTIONS[:3], restarts_before=RESTARTS_BEFORE
+        )
         await stack.stop()
     assert failures(turns) == []
     after = turns[RESTARTS_BEFORE]
