@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import lmdb
 import msgspec
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from proxy.__main__ import main
 from proxy.core.eviction import Removal
@@ -466,29 +465,23 @@ async def test_states_of_an_older_version_get_their_records(directory: Path) -> 
 # Commands.
 
 
-def command(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command in a process of its own, which a signal may end."""
-    return subprocess.run(
-        [sys.executable, "-m", "proxy", *arguments, "--slot-save-path", str(directory)],
-        capture_output=True,
-        text=True,
-    )
+def command(directory: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, [*arguments, "--slot-save-path", str(directory)])
 
 
 def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
     set_data(directory, data_of(directory)[: 5 * 4096])
     for arguments in (["check"], ["ls"]):
         done = command(directory, *arguments)
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.exit_code, done.stdout) == (1, "")
         assert "cannot be used" in done.stderr and "check --fix" in done.stderr
         assert len(done.stderr.splitlines()) == 1
-    arguments = ["rm", "--everything", "-y", "--slot-save-path", str(directory)]
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 1 and "check --fix" in result.output
+    refused = command(directory, "rm", "--everything", "-y")
+    assert refused.exit_code == 1 and "check --fix" in refused.output
     with pytest.raises(StoreFault, match="cannot be used"):
         read_index(directory)
     mended = command(directory, "check", "--fix")
-    assert mended.returncode == 0 and "made anew from the states" in mended.stdout
+    assert mended.exit_code == 0 and "made anew from the states" in mended.stdout
     with open_offline(directory) as store:
         assert (examine(store, nothing), len(store.index.all())) == ([], 4)
 
