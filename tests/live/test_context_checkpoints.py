@@ -71,6 +71,14 @@ def grown(bench: Bench, *lengths: int, name: str, slot: int = 0) -> Path:
     return bench.directory / name
 
 
+def end_of(bench: Bench) -> int:
+    """Return a length by which llama-server has nothing left of the first tokens but context checkpoints.
+
+    Behind a sliding window it keeps a batch of 2,048 tokens.
+    """
+    return END if bench.server.model.stem == "swa-tiny" else 2000
+
+
 def diverging_at(n_tokens: int) -> list[int]:
     return [*prompt(n_tokens), *range(50, 90)]
 
@@ -120,7 +128,8 @@ def test_file_without_any_context_checkpoint_is_continued_at_its_end_only(bench:
 def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int) -> None:
     older = grown(forgetful, 900, name="older", slot=slot)
     point = max(read_state_file(older).restore_points)
-    newer = grown(forgetful, 900, *range(1000, END, 200), END, name="newer")
+    end = end_of(forgetful)
+    newer = grown(forgetful, 900, *range(1000, end, 200), end, name="newer")
     own = read_state_file(newer).restore_points
     assert len(own) <= N_KEPT_BY_SERVER
     assert point not in own
@@ -129,7 +138,7 @@ def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int
     assert select_points(newer, own[-1:], {point: older}) == {point, own[-1]}
     require_continued_at(forgetful, newer, point, tokens)
     require_continued_at(forgetful, newer, own[-1], diverging_at(own[-1] + 2))
-    require_continued_at(forgetful, newer, END, prompt(END + 300))
+    require_continued_at(forgetful, newer, end, prompt(end + 300))
 
 
 def test_slot_has_the_points_that_are_predicted(forgetful: Bench) -> None:
@@ -151,9 +160,10 @@ def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:
     """So a file carries it on for as long as llama-server has room for it in its list."""
     older = grown(forgetful, 900, name="older")
     point = max(read_state_file(older).restore_points)
-    newer = grown(forgetful, 900, *range(1000, END, 200), END, name="newer")
+    end = end_of(forgetful)
+    newer = grown(forgetful, 900, *range(1000, end, 200), end, name="newer")
     select_points(newer, (), {point: older})
-    forgetful.restored(newer.name, prompt(END + 300))
+    forgetful.restored(newer.name, prompt(end + 300))
     forgetful.post("/slots/0?action=save", {"filename": "next"})
     next_file = newer.with_name("next")
     assert point in read_state_file(next_file).restore_points
