@@ -78,7 +78,7 @@ async def test_restored_and_live_states_are_answered_exactly_as_alone(
             talk += [answer(1), user(10, 40)]
             await compared.ask(talk)
         await rig.restart()
-        for number, talk in enumerate(talks):
+        for number, talk in enumerate(talks[:2]):
             edited = [*talk[:-1], user(20 + number, 300)]
             talk += [tool_call(number), tool_result(number, 200)]
             for messages in (talk, edited, [*talk, answer(2), user(30, 20)]):
