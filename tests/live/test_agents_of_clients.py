@@ -1,5 +1,6 @@
 """Claude Code's requests, in our own words, through the proxy: sessions share what clients would not."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ async def ask(rig: Rig, body: dict[str, Any]) -> int:
 
 def request(prompt: str, *later: Any, **more: Any) -> dict[str, Any]:
     return claude_code.request(prompt, *later, tools=FEW_TOOLS, **more)
+
+
+def brief_request(prompt: str, *later: Any) -> dict[str, Any]:
+    """Return a request for a test to which its length does not matter."""
+    head = [claude_code.first_user(prompt), claude_code.environment(n_words=200)]
+    return claude_code.request_with([*head, *later], prompt=prompt, tools=BASH)
 
 
 @pytest.mark.parametrize("template", ["strict", *in_long("thinking", "tools_first")])
@@ -120,7 +127,7 @@ async def test_step_behind_a_text_that_lost_its_mark_is_sent_at_once(start_rig: 
     goes_on = [*answered, {"role": "user", "content": marked["text"]}, *claude_code.step(2)]
     async with start_rig("hybrid", n_slots=2) as rig:
         for later in (answered[:-1], asked, goes_on):
-            await ask(rig, request("mend the parser", *later))
+            await ask(rig, brief_request("mend the parser", *later))
         async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
             record = (await reply.json())["requests"][0]
         assert (record["why"], record["kind"]) == (Why.EXTENDS.value, Kind.TOOL_TURN.value)
@@ -140,6 +147,15 @@ def replay_named(name: str) -> Replay:
     return next(replay for replay in REPLAYS if replay.name == name)
 
 
+def with_one_tool(replay: Replay) -> Replay:
+    """Return a replay without the tools behind the first one, in which nothing changes."""
+    changed, unchanged = (
+        tuple({**body, "tools": body["tools"][:1]} for body in bodies)
+        for bodies in (replay.changed, replay.unchanged)
+    )
+    return dataclasses.replace(replay, changed=changed, unchanged=unchanged)
+
+
 @pytest.mark.parametrize(
     "replay",
     [replay_named("X5"), *in_long(*(r for r in REPLAYS if r.opt_in and r.name != "X5"))],
@@ -153,14 +169,14 @@ async def test_change_in_front_costs_little_once_its_stabilizer_is_on(
     async with start_rig(
         "hybrid", extra_args=template_flags("strict"), stabilizers=switches
     ) as rig:
-        again, causes = await measure(rig, replay)
+        again, causes = await measure(rig, with_one_tool(replay))
         learns = not replay.is_one_conversation
         assert max(again[learns:]) <= MOST_TOKENS, (again, causes)
 
 
 async def test_path_of_a_session_is_named(start_rig: StartRig) -> None:
     async with start_rig("hybrid", extra_args=template_flags("strict")) as rig:
-        replay = replay_named("C1")
+        replay = with_one_tool(replay_named("C1"))
         _, causes = await evaluated(rig, replay, replay.changed)
         assert causes[1:] == ["session id", "session id"]
 
@@ -185,5 +201,5 @@ async def test_system_messages_without_a_text_are_answered(start_rig: StartRig) 
         async with start_rig("hybrid", extra_args=template_flags(template)) as rig:
             for message in late:
                 later: list[Any] = [*claude_code.step(1), message, *claude_code.step(2)]
-                await ask(rig, claude_code.request("mend it", *later, tools=BASH))
+                await ask(rig, brief_request("mend it", *later))
             assert rig.n_faults() == 0

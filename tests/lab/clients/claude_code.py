@@ -58,9 +58,10 @@ def system(
     ]
 
 
-def environment(seed: int = 2) -> Message:
+def environment(seed: int = 2, n_words: int = 1250) -> Message:
     """Return the message behind the first user text: folder, agents, skills, date."""
-    return {"role": "system", "content": f"# Environment\n{prose(seed, 1250)}\nDate: 2026-11-21"}
+    told = f"# Environment\n{prose(seed, n_words)}\nDate: 2026-11-21"
+    return {"role": "system", "content": told}
 
 
 def first_user(prompt: str, *, status: str = "nothing to commit") -> Message:
