@@ -10,7 +10,7 @@ from tests.lab.conversation import Message, tools
 from tests.lab.rig import Rig
 
 SLACK_TOKENS = 32
-TOOLS = tools(6)
+TOOLS = tools(3)
 
 
 class Ledger:

@@ -11,14 +11,15 @@ from tests.lab.run import slots_in
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, Ledger
 
-HEADER = [system(450)]
+HEADER = [system(150)]
+LONG_HEADER = [system(520)]
 
 
 @pytest.mark.parametrize("kind", [*MEMORIES, *in_long("hybrid_no_mrope")])
 async def test_conversation_after_restart_evaluates_only_new_tokens(
     start_rig: StartRig, kind: str
 ) -> None:
-    requests = agent_requests(3, 3, header=HEADER)
+    requests = agent_requests(3, 3, header=LONG_HEADER)
     async with start_rig(kind) as rig:
         ledger = Ledger(rig)
         for messages in requests[:8]:

@@ -25,7 +25,7 @@ from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
-HEADER = [system(450)]
+HEADER = [system(150)]
 NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
 """Nothing is saved but for a reason that the test gives."""
 

@@ -17,7 +17,7 @@ from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.live.conftest import ONE_KIND
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
-HEADER = [system(450)]
+HEADER = [system(150)]
 
 
 @dataclass(frozen=True)

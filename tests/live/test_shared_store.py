@@ -25,7 +25,7 @@ from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
-HEADER = [system(450)]
+HEADER = [system(150)]
 QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
 RATES = Rates(
     tokens=(UnitCost(1e-2, 1.0),) * len(POSITIONS), cold_restore=QUICK, warm_restore=QUICK
