@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 
 from proxy.core.slots import Slot
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
+from proxy.servers import addresses
 from tests.lab.conversation import Message, agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.processes import await_end, child_pids
@@ -33,7 +34,8 @@ SLACK_TOKENS = 32
 CANARY_TOKENS = 128
 LONG_CTX = 131_072
 """Where an answer goes on while others are loaded, which the proxy sees once a second."""
-TOOLS = tools(6)
+TOOLS = tools(3)
+HEADER = [system(150)]
 CHAT = "/v1/chat/completions"
 
 Host = Router | Swap
@@ -199,10 +201,10 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
 async def test_conversation_goes_on_after_its_model_was_swapped_out(
     start_models: StartModels,
 ) -> None:
-    requests = agent_requests(2, 1, header=[system(450)])
+    requests = agent_requests(2, 1, header=HEADER)[:3]
     async with start_models() as models:
         await models.measure_all()
-        for messages in requests[:2]:
+        for messages in requests[:1]:
             for kind in KINDS:
                 await models.n_new(kind, messages)
                 reply = await models.ask(kind, messages)
@@ -211,7 +213,7 @@ async def test_conversation_goes_on_after_its_model_was_swapped_out(
                 assert record["kind"] != "retry"
                 n_cached = usage["prompt_tokens_details"]["cached_tokens"]
                 assert usage["prompt_tokens"] - n_cached == record["evaluated"]
-        for messages in requests[2:]:
+        for messages in requests[1:]:
             for kind in KINDS:
                 reply = await models.ask(kind, messages)
                 record = await models.last_request()
@@ -269,7 +271,7 @@ async def test_model_that_is_wanted_does_not_wait_for_all_who_come_later(
 
 
 async def test_what_happens_to_models_behind_the_proxys_back(start_models: StartModels) -> None:
-    first, second = agent_requests(1, 1, header=[system(450)])
+    first, second = agent_requests(1, 1, header=HEADER)
     async with start_models() as models:
         await models.measure_all()
         await models.ask("hybrid", first)
@@ -332,7 +334,7 @@ async def test_model_that_cannot_be_loaded_takes_no_room_from_others(
 async def test_death_that_a_swap_has_not_noticed_is_waited_out(
     tmp_path: Path, directory: Path
 ) -> None:
-    first, second = agent_requests(1, 1, header=[system(450)])
+    first, second = agent_requests(1, 1, header=HEADER)
     model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
     server = LlamaServer(model, directory, n_slots=2, n_ctx=32768)
     # What llama-swap watches lives on until that is told.
@@ -360,15 +362,16 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
 
 
 async def test_models_seen_together_do_not_wait_for_each_other(
-    tmp_path: Path, directory: Path
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(addresses, "_LOOK_SECONDS", 0.1)
     group = {"swap": False, "members": ["full", "hybrid"]}
     kinds = {"full": "full", "hybrid": "hybrid"}
     host = Swap(tmp_path, kinds, directory, n_ctx=LONG_CTX, groups={"both": group})
     question = [{"role": "user", "content": "count"}]
     async with Rig(host, directory) as rig:
         models = Models(rig, host)
-        # Loaded without the proxy, which looks once a second.
+        # Loaded without the proxy, which sees it at its next look.
         for model in kinds:
             await models.ask_host(model, question)
         await models.attached({"full", "hybrid"})
@@ -395,7 +398,7 @@ async def at_a_swap(tmp_path: Path, **full: Any) -> AsyncIterator[Models]:
 
 async def test_names_and_paths_at_a_swap(tmp_path: Path) -> None:
     """What only llama-swap has: names that it does not list, and paths with a model."""
-    first, second = agent_requests(1, 1, header=[system(450)])
+    first, second = agent_requests(1, 1, header=HEADER)
     async with at_a_swap(tmp_path, aliases=["gpt"]) as models:
         await models.ask("full", first)
         await models.rig.reasons_are()
@@ -439,7 +442,7 @@ async def test_log_tells_what_a_swap_says_of_a_model_that_does_not_start(tmp_pat
 
 async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_path: Path) -> None:
     """The proxy's own looks do not keep it loaded."""
-    first, second = agent_requests(1, 1, header=[system(450)])
+    first, second = agent_requests(1, 1, header=HEADER)
     async with at_a_swap(tmp_path, ttl=2) as models:
         await models.ask("full", first)
         await models.rig.reasons_are()
@@ -531,7 +534,7 @@ async def at_a_router(tmp_path: Path, *extra_args: str, **options: Any) -> Async
 async def test_router_that_is_started_anew_for_fewer_models_is_not_asked_for_more(
     tmp_path: Path,
 ) -> None:
-    first, second = agent_requests(1, 1, header=[system(450)])
+    first, second = agent_requests(1, 1, header=HEADER)
     async with at_a_router(tmp_path, models_max=2) as models:
         await models.measure_all()
         await asyncio.to_thread(models.host.stop)
@@ -579,7 +582,7 @@ async def test_model_that_a_form_or_a_query_names_makes_the_other_one_be_saved_f
     tmp_path: Path, method: str
 ) -> None:
     """Sounds come as forms; some monitors ask with HEAD."""
-    asked = agent_requests(1, 2, header=[system(450)])
+    asked = agent_requests(1, 2, header=HEADER)
     async with at_a_router(tmp_path) as models:
         await models.measure_all()
         for each in asked[:2]:  # the first one is saved at once
