@@ -18,7 +18,9 @@ from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import WRONG_BAR, distance
 
 COMPLETION = "/completion"
-LONG, SHORT = 6000, 300
+LONG, SHORT = 4200, 300
+"""Three of llama-server's batches, and a part of one."""
+LEFT = 6000
 N_TRIALS = 2
 
 
@@ -82,7 +84,7 @@ async def test_prompt_whose_client_left_is_not_mixed_up_with_the_next_one(
             return asked.done() or any(s.is_processing for s in await process.slot_states())
 
         for trial in range(N_TRIALS):
-            first, left = prompt(600, seed=trial), prompt(LONG, seed=10 + trial)
+            first, left = prompt(600, seed=trial), prompt(LEFT, seed=10 + trial)
             await rig.post(COMPLETION, first)
             await rig.settled()
             leaving = asyncio.ensure_future(rig.post(COMPLETION, left))
