@@ -72,12 +72,12 @@ async def test_request_through_proxy_equals_direct_one(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_large_upload_reaches_llama_server_whole(lasting_rig: Rig) -> None:
-    rig, text = lasting_rig, "word " * 400_000
+    rig, text = lasting_rig, "word " * 250_000
     body = io.BytesIO(json.dumps({"content": text}).encode())
     async with rig.client.post(rig.base_url + "/tokenize", data=body) as reply:
         n_through = len((await reply.json())["tokens"])
     _, direct = await asyncio.to_thread(rig.server.request, "POST", "/tokenize", {"content": text})
-    assert n_through == len(direct["tokens"]) > 300_000
+    assert n_through == len(direct["tokens"]) > 200_000
 
 
 async def test_stream_is_relayed_while_llama_server_goes_on(rig: Rig) -> None:
