@@ -15,11 +15,11 @@ from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
-HEADER = [system(450)]
+HEADER = [system(150)]
 NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
 """Nothing is saved but for a reason that the test gives."""
 
-N_WORDS = 250
+N_WORDS = 150
 """Of each message: enough that evaluating it again is never cheaper than a restore."""
 
 
@@ -184,7 +184,7 @@ async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
 @pytest.mark.parametrize(
     ("api", "kind", "n_words"),
     [
-        (RESPONSES, "hybrid", 4500),
+        (RESPONSES, "hybrid", 2500),
         *in_long((MESSAGES, "full", 2500), (RESPONSES, "swa", 3000), (MESSAGES, "recurrent", 6000)),
     ],
 )
@@ -300,7 +300,7 @@ async def test_counting_takes_no_slot_and_waits_for_none(start_rig: StartRig) ->
         await until(lambda: is_leased(rig))
         for api in (MESSAGES, RESPONSES, CHAT):
             body = api.ask(messages, TOOLS)
-            counts = await asyncio.gather(*(rig.post(api.count_path, body) for _ in range(25)))
+            counts = await asyncio.gather(*(rig.post(api.count_path, body) for _ in range(10)))
             assert len({count["input_tokens"] for count in counts}) == 1
         assert not answering.done()
         answering.cancel()
