@@ -1,11 +1,7 @@
 """Fixtures around a real llama-server: nothing here is scripted."""
 
-import asyncio
-import hashlib
-import os
-import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +43,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start_rig(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> StartRig:
-    """Return a function that starts llama-server with a tiny model, and the proxy before it.
-
-    The self-test of a model costs more than most tests. So the store knows the model from an earlier
-    test, unless *is_new* asks for an empty store, or `settles=False` for the time before it is known.
-    """
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+def start_rig(tmp_path: Path) -> StartRig:
+    """Return a function that starts llama-server with a tiny model, and the proxy before it."""
 
     @asynccontextmanager
     async def start(
@@ -66,7 +55,6 @@ def start_rig(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
         extra_args: tuple[str, ...] = (),
         has_slot_save_path: bool = True,
         binary: Path | None = None,
-        is_new: bool = False,
         **options: Any,
     ) -> AsyncIterator[Rig]:
         directory = tmp_path / "slots"
@@ -81,21 +69,11 @@ def start_rig(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
             log_path=tmp_path / "llama-server.log",
         )
         rig = Rig(server, directory, **options)
-        if is_new or not has_slot_save_path or not options.get("settles", True):
-            known = None
-        else:
-            known = shared / f"known-{_identity(server, options)}"
-        is_met = known is None or any(directory.iterdir())
-        if known is not None and not is_met and known.exists():
-            shutil.copytree(known, directory, dirs_exist_ok=True)
-            is_met = True
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(rig)
             except WrongCpu as error:  # an older build, for newer CPUs
                 pytest.skip(str(error))
-            if known is not None and not is_met:
-                await _keep(rig, directory, known)
             yield rig
 
     return start
@@ -109,25 +87,3 @@ async def lasting_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
     async with Rig(LlamaServer(model, directory, log_path=folder / "log"), directory) as rig:
         yield rig
-
-
-def _identity(server: LlamaServer, options: dict[str, Any]) -> str:
-    """Return a name for all that the self-test's result may depend on."""
-    modified = server.model.stat().st_mtime_ns
-    flags = (server.n_slots, server.n_ctx, server.extra_args, server.binary)
-    named = (options.get(name) for name in ("rewrite", "launch"))
-    of_proxy = [getattr(value, "__qualname__", value) for value in named]
-    told = repr((str(server.model), modified, *flags, of_proxy))
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
-
-
-async def _keep(rig: Rig, directory: Path, known: Path) -> None:
-    """Keep what the store has learned of the model for later tests, of this worker and the others."""
-    await rig.stop_proxy()
-    own = known.with_name(f"{known.name}.{os.getpid()}")
-    shutil.copytree(directory, own)
-    with suppress(OSError):  # another worker was first
-        own.rename(known)
-    await asyncio.to_thread(rig.server.stop)
-    await asyncio.to_thread(rig.server.start)
-    await rig.start_proxy()

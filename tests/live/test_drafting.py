@@ -46,7 +46,7 @@ async def test_restored_conversation_drafts_and_answers_as_without_the_proxy(
 ) -> None:
     async with start_rig("hybrid_mtp") as plain:
         expected = [(await answered(plain, i))[0] for i in range(2)]
-    async with start_rig("hybrid_mtp", extra_args=flags, is_new=True) as rig:
+    async with start_rig("hybrid_mtp", extra_args=flags) as rig:
         first, n_drafted = await answered(rig, 0)
         assert n_drafted
         await rig.restart()

@@ -320,7 +320,7 @@ async def test_prompt_near_a_state_is_not_shown_beside_a_prompt_of_something_els
         await rig.post("/v1/chat/completions", {**body, "max_tokens": 2})
         return await explained(rig)
 
-    async with start_rig("hybrid", is_new=True) as rig:
+    async with start_rig("hybrid") as rig:
         await ask(700, f"{stored}\n{prose(701, 300)}", TOOLS)
         await fill_slots(rig, 70)
         await start_again(rig)

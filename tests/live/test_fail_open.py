@@ -148,7 +148,7 @@ async def test_read_only_directory_without_a_state_is_named_once(
 ) -> None:
     (tmp_path / "slots").mkdir(mode=0o700)
     with read_only(tmp_path / "slots"):
-        async with start_rig("hybrid", is_new=True, settles=False) as rig:
+        async with start_rig("hybrid", settles=False) as rig:
             await ask(rig)
             await rig.settled()
             health = await rig.health()
@@ -206,7 +206,7 @@ async def test_llama_server_that_a_completion_would_end_makes_embeddings(
     start_rig: StartRig, has_slot_save_path: bool
 ) -> None:
     """Without --slot-save-path no slot can be erased."""
-    how: dict[str, Any] = {"has_slot_save_path": has_slot_save_path, "is_new": True}
+    how: dict[str, Any] = {"has_slot_save_path": has_slot_save_path}
     async with start_rig("full", extra_args=("--embeddings",), **how) as rig:
         await rig.reasons_are("only embeddings")
         wanted = {"content": "one sentence"}

@@ -94,7 +94,7 @@ def slots_of(rig: Rig) -> list[dict[str, Any]]:
 
 
 async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: StartRig) -> None:
-    async with start_rig("hybrid", n_slots=1, is_new=True) as rig:
+    async with start_rig("hybrid", n_slots=1) as rig:
         for conversation in (0, 1):
             await rig.post(CHAT, body(conversation, 0))
             await rig.settled()

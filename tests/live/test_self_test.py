@@ -85,7 +85,7 @@ async def test_rule_that_the_first_files_tell_is_the_measured_one(
     binary = binary_of(build) if build else None
     stride = FAR_TOKENS if build in (OLDEST, JUNE) else NEAR_TOKENS
     rule, any_prefix = (replace(each, stride_tokens=stride) for each in (rule, ANY_PREFIX))
-    options = {"extra_args": flags, "binary": binary, "n_slots": 1, "is_new": True}
+    options = {"extra_args": flags, "binary": binary, "n_slots": 1}
     async with start_rig(case.partition(",")[0], **options) as rig:
         assert await rig.evaluated() <= MOST_TOKENS
         assert process_of(rig).rule in (rule, any_prefix)
@@ -112,7 +112,7 @@ async def test_self_test_measures_a_full_window_in_a_small_context(
     build, flags, rule = CASES[case]
     rule = replace(rule, stride_tokens=FAR_TOKENS if build == JUNE else NEAR_TOKENS)
     binary = binary_of(build) if build else None
-    options = {"extra_args": flags, "binary": binary, "n_slots": 1, "is_new": True}
+    options = {"extra_args": flags, "binary": binary, "n_slots": 1}
     async with start_rig("swa", n_ctx=4096, **options) as rig:
         assert await measure(rig) == rule
 
@@ -122,13 +122,13 @@ async def test_rule_of_files_without_context_checkpoints_is_the_measured_one(
     start_rig: StartRig, kind: str
 ) -> None:
     rule = SWA_END if kind == "swa" else END_ONLY
-    async with start_rig(kind, rewrite=strip_context_checkpoints, is_new=True) as rig:
+    async with start_rig(kind, rewrite=strip_context_checkpoints) as rig:
         assert process_of(rig).rule == rule
         assert await measure(rig) == rule
 
 
 async def test_first_contact_is_over_before_the_first_request(start_rig: StartRig) -> None:
-    async with start_rig("hybrid", is_new=True) as rig:
+    async with start_rig("hybrid") as rig:
         assert await rig.evaluated() == len(CANARY_TOKENS)
         header = {"role": "system", "content": prose(1, 500)}
         await rig.chat([header, {"role": "user", "content": prose(2, 300)}])
