@@ -126,11 +126,11 @@ def _examine_directory(setup: Setup) -> Stored:
         setup.problem = errors.in_words(error)
     stored: Stored = [], {}
     if not (setup.problem or setup.lock):
-        setup.scratch_problem = _scratch_problem(directory / "index" / "data.mdb")
         try:
+            setup.scratch_problem = _scratch_problem(directory / "index" / "data.mdb")
             stored = stored if setup.scratch_problem else read_index(directory)
-        except errors.StoreFault as fault:
-            setup.index_problem = str(fault)
+        except (errors.StoreFault, PermissionError) as fault:
+            setup.index_problem = errors.in_words(fault)
             setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
     setup.n_checkpoints = len(stored[0])
     setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in stored[0])
@@ -141,11 +141,11 @@ def _scratch_problem(index: Path) -> str:
     """Return why no copy of an index can be made to look at; empty if one can."""
     try:
         place = Path(gettempdir())
-        # The other one is that of the scratch store.
-        n_bytes = (index.stat().st_size if index.exists() else 0) + (1 << 20)
-        return f"{place} has no room for {n_bytes:,} bytes" * (disk_usage(place).free < n_bytes)
-    except OSError as error:  # Python names the places that it has tried
-        return str(error.strerror)
+    except FileNotFoundError as error:
+        return str(error.strerror)  # it names the places that Python has tried
+    # The scratch store has an index, too.
+    n_bytes = (index.stat().st_size if index.exists() else 0) + (1 << 20)
+    return f"{place} has no room for {n_bytes:,} bytes" * (disk_usage(place).free < n_bytes)
 
 
 def read_index(directory: Path) -> Stored:

@@ -157,6 +157,20 @@ def test_directory_that_may_not_be_listed_gets_no_probe_of_doctor() -> None:
         assert setup.problem and not os.listdir(path)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder that is not its user's")
+def test_index_that_only_root_may_read_is_what_doctor_names() -> None:
+    with nobodys_directory() as path:
+        with opened(path):
+            pass
+        os.setresuid(0, 0, 0)
+        os.chown(path / "index", 0, 0)
+        os.setresuid(NOBODY, NOBODY, 0)
+        setup = Setup(settings=Settings(slot_save_path=str(path)), own_uid=os.geteuid())
+        _examine_directory(setup)
+    assert "index/data.mdb: permission denied" in setup.index_problem
+    assert not (setup.is_index_damaged or setup.problem or setup.scratch_problem)
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_doctor_names_the_place_that_has_no_room_for_a_copy_of_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_there: bool
