@@ -30,8 +30,6 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
     The last one, near the end, is made for certain if there are so many tokens. Another one lies a physical
     batch before that, or where the evaluation begins, whichever is later. If the prompt *has_messages*,
     llama-server makes one where the newest of them begins; nobody tells where, so it counts as the next.
-    With a sliding window the evaluation may begin later, because llama-server goes back a few tokens there
-    without a point.
     """
     newest = n_to - CONTEXT_CHECKPOINT_MARGIN
     n_before = max(n_from, newest - UBATCH_TOKENS)

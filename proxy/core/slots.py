@@ -411,24 +411,23 @@ def after_evaluation(
     before: Content,
     prompt: Prompt,
     *,
+    n_reused: int,
     n_generated: int = 0,
     n_kept: int = MAX_CONTEXT_CHECKPOINTS,
     stride_tokens: int = 1,
 ) -> Known:
     """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
-    The last sampled token is never decoded. Context checkpoints behind the first token that differs from
-    the old content are gone. A new context checkpoint lies shortly before the prompt's end, if that is
+    The last sampled token is never decoded. Context checkpoints behind the first *n_reused* tokens are
+    gone, or were never there. A new context checkpoint lies shortly before the prompt's end, if that is
     *stride_tokens* behind the last one. The slot keeps *n_kept* context checkpoints.
     """
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
-    old, origin, n_edit, n_from = Known(tokens[:0], namespace), before.origin, 0, 0
+    old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.tenant == namespace:
         n_common = common_prefix_length(before.tokens, tokens)
         old, n_restored = cut_to(before, n_common), _within(n_common, origin.n_restored)
-        goes_on = n_common == len(before.tokens) < len(tokens)
-        n_from = n_common if goes_on else highest_point(old.possible_points, n_common)
         origin = origin if n_common else EVALUATED
         is_edit = n_common < min(before.turn_start, len(tokens))
         if is_edit and n_common >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
@@ -438,8 +437,8 @@ def after_evaluation(
         newest -= UBATCH_TOKENS  # the one near the end would be too near to the one before it
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
-    made = points_made(n_from, len(tokens), has_messages=bool(prompt.conversation))
-    possible = points_after(old.possible_points, made, n_kept)
+    made = points_made(n_reused, len(tokens), has_messages=bool(prompt.conversation))
+    possible = points_after([p for p in old.possible_points if p <= n_reused], made, n_kept)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
     # takes over, the user goes back and edits. The next request then shares the tokens before that message.
     # Other sessions share an agent's surroundings.

@@ -419,8 +419,9 @@ class CachedRequest:
             if account.is_ineffective_restore:
                 self._confirm()
                 return unknown
-            content = process.content_after(before, prompt, n_media + timings.predicted_n)
-            return replace(content, is_given_up=True)  # a state with images is not saved
+            content = process.content_after(before, prompt, timings)
+            # A state with images is not saved.
+            return replace(content, n_tail=content.n_tail + n_media, is_given_up=True)
         if n_prompt != prompt.n_tokens:
             account.n_prompt, account.failure = n_prompt, Cause.TOKENIZED_OTHERWISE
             self._disagree(n_prompt)
@@ -438,7 +439,7 @@ class CachedRequest:
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
             before = unknown  # the checkpoint's tokens were not in the slot
-        content = process.content_after(before, prompt, timings.predicted_n)
+        content = process.content_after(before, prompt, timings)
         return replace(content, is_stored_further=self._plan.is_stored_further)
 
     def _disagree(self, n_really: int) -> None:

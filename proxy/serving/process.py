@@ -249,12 +249,13 @@ class Process(ServerServices):
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
-    def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
+    def content_after(self, before: Content, prompt: Prompt, timings: Timings) -> Known:
         """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
         return slots.after_evaluation(
             before,
             prompt,
-            n_generated=n_generated,
+            n_reused=timings.cache_n,
+            n_generated=timings.predicted_n,
             n_kept=self.n_kept_points,
             stride_tokens=self.rule.stride_tokens if self.rule.is_end_only else 1,
         )
@@ -405,7 +406,7 @@ class Process(ServerServices):
             raise
         self.learn_evaluation(timings)
         evaluated = replace(prompt, tokens=tokens, conversation=b"")
-        content = self.content_after(before, evaluated)
+        content = self.content_after(before, evaluated, timings)
         self.slots.set_content(slot_id, replace(content, last_cut=n_tokens))
         return timings
 

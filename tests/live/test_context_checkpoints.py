@@ -148,8 +148,8 @@ def test_slot_has_the_points_that_are_predicted(forgetful: Bench) -> None:
     grown = [prompt(n) for n in (900, 1500, 2100, 2200, 2300, 2900, 3000)]
     for tokens in (*grown, diverging_at(1700), prompt(2500)):
         evaluated = Prompt(token_ids(tokens), NAMESPACE)
-        held = after_evaluation(held, evaluated, n_kept=N_KEPT_BY_SERVER)
-        forgetful.complete(tokens, n_predict=0)
+        n_here = n_reused(forgetful.complete(tokens, n_predict=0))
+        held = after_evaluation(held, evaluated, n_reused=n_here, n_kept=N_KEPT_BY_SERVER)
         forgetful.post("/slots/0?action=save", {"filename": "now"})
         saved = read_state_file(forgetful.directory / "now").restore_points
         assert saved == pytest.approx(held.possible_points, abs=1)

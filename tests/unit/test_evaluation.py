@@ -18,6 +18,9 @@ from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 def after_evaluation(
     before: Content, tokens: TokenIds, namespace: Namespace, cuts: Cuts = NO_CUTS, **how: int
 ) -> Known:
+    if "n_reused" not in how:
+        held = before.tokens if isinstance(before, Known) else tokens[:0]
+        how["n_reused"] = common_prefix_length(held, tokens)
     return slots.after_evaluation(before, Prompt(tokens, namespace, cuts), **how)
 
 
@@ -148,8 +151,15 @@ def test_after_evaluation_of_a_prompt_that_leaves_the_slot_begins_at_the_point_b
     held = after_evaluation(Empty(), run_of(3000), NAMESPACE)
     held = after_evaluation(held, run_of(4000), NAMESPACE)
     assert held.possible_points == (2483, 2995, 3483, 3995)
-    left = after_evaluation(held, branch(3100, 3200), NAMESPACE)
+    left = after_evaluation(held, branch(3100, 3200), NAMESPACE, n_reused=2995)
     assert left.possible_points == (2483, 2995, 3195)
+
+
+def test_after_evaluation_forgets_points_that_llama_server_would_have_reused() -> None:
+    held = after_evaluation(Empty(), run_of(3000), NAMESPACE)
+    held = after_evaluation(held, run_of(4000), NAMESPACE)
+    less = after_evaluation(held, branch(3100, 3200), NAMESPACE, n_reused=2484)
+    assert (less.restore_points, less.possible_points) == ((3195,), (2483, 2683, 3195))
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))

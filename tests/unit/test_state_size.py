@@ -58,11 +58,13 @@ def test_expected_bytes_is_an_upper_bound(
 
 
 def test_extent_of_a_slot_counts_every_evaluation_since_it_was_known() -> None:
-    first = after_evaluation(Empty(), Prompt(run_of(1000), NAMESPACE), n_generated=9)
+    first = after_evaluation(Empty(), Prompt(run_of(1000), NAMESPACE), n_reused=0, n_generated=9)
     assert extent_of(first) == (1008, 5)
-    assert extent_of(after_evaluation(first, Prompt(run_of(1200), NAMESPACE))) == (1200, 7)
+    longer = after_evaluation(first, Prompt(run_of(1200), NAMESPACE), n_reused=1000)
+    assert extent_of(longer) == (1200, 7)
     restored = Known(run_of(100), NAMESPACE, possible_points=tuple(range(29)))
-    assert extent_of(after_evaluation(restored, Prompt(run_of(200), NAMESPACE))) == (200, 34)
+    longer = after_evaluation(restored, Prompt(run_of(200), NAMESPACE), n_reused=100)
+    assert extent_of(longer) == (200, 34)
 
 
 def test_extent_of_a_slot_that_nobody_knows_is_unknown() -> None:
