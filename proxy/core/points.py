@@ -29,11 +29,12 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
 
     The last one, near the end, is made for certain if there are so many tokens. Another one lies a physical
     batch before that, or where the evaluation begins, whichever is later. If the prompt *has_messages*,
-    llama-server makes one where the newest of them begins; nobody tells where, so it counts as the next.
+    llama-server makes one where the newest of them begins; nobody tells where, so it counts as the next
+    but one.
     """
     newest = n_to - CONTEXT_CHECKPOINT_MARGIN
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    made = (n_before, n_before + 1, newest) if has_messages else (n_before, newest)
+    made = (n_before, n_before + 2, newest) if has_messages else (n_before, newest)
     return tuple(n for n in made if 0 < n <= newest)
 
 
@@ -54,8 +55,11 @@ def points_after(points: Sequence[int], made: Sequence[int], n_kept: int) -> tup
                 del kept[at]
             else:
                 at, before = at + 1, kept[at]
-        kept = [other for other in kept[max(0, len(kept) - n_kept + 1) :] if other != point]
-        kept.append(point)
+        kept = kept[max(0, len(kept) - n_kept + 1) :]
+        if (
+            not kept or point > kept[-1] + 1
+        ):  # else it is made again: predictions are a token too low
+            kept.append(point)
     return tuple(kept)
 
 

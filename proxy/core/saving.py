@@ -27,7 +27,13 @@ from operator import add
 from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, POINTS_PER_REQUEST, points_after
+from proxy.core.points import (
+    MAX_CONTEXT_CHECKPOINTS,
+    POINTS_PER_REQUEST,
+    UBATCH_TOKENS,
+    points_after,
+    points_made,
+)
 from proxy.core.rates import Rates
 from proxy.core.slots import Content, Known, Unknown, cut_to
 
@@ -99,13 +105,11 @@ def is_cut_at_risk(rule: Rule, content: Content, n_kept: int) -> bool:
     if not rule.is_restore_points or not isinstance(content, Known):
         return False
     n_tokens = content.n_tokens
-    left = points_after(
-        content.possible_points, range(n_tokens, n_tokens + POINTS_PER_REQUEST), n_kept
-    )
+    made = points_made(n_tokens, n_tokens + UBATCH_TOKENS, has_messages=True)
+    left = points_after(content.possible_points, made, n_kept)
+    lost = tuple(point for point in content.restore_points if point not in left)
     return any(
-        is_near(content.restore_points, n_cut)
-        and not is_near(left, n_cut)
-        and not is_near(content.saved_points, n_cut)
+        is_near(lost, n_cut) and not is_near(content.saved_points, n_cut)
         for n_cut in (content.header, content.turn_start, *content.marks[-1:])
     )
 

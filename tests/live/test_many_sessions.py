@@ -81,7 +81,8 @@ async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
 async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it_in(
     start_rig: StartRig, kind: str, context_checkpoints: int
 ) -> None:
-    first, *loop, second = agent_requests(2, 20, header=HEADER)[:22]
+    # A short header would not be worth a file.
+    first, *loop, second = agent_requests(2, 20, header=[system(900)])[:22]
     flags = ("--ctx-checkpoints", str(context_checkpoints))
     launch = Launch(n_context_checkpoints=context_checkpoints)
     options = {**NEVER_IDLE, "launch": launch, "extra_args": flags}

@@ -93,7 +93,7 @@ def test_presets_of_a_router(host: Host) -> None:
     host.do("presets")
     listed = host.get("8081", "GET", "/models")[1]["data"]
     flags = {each["id"]: " ".join(each["status"]["args"]) for each in listed}
-    assert "--ctx-size 65536" in flags["coder"] and "--swa-checkpoints 8" in flags["coder"]
+    assert "--ctx-size 65536" in flags["coder"] and "--swa-checkpoints 16" in flags["coder"]
     assert "--ctx-size 16384" in flags["small"] and "--parallel 1" in flags["small"]
     assert host.ask("local-model", [{"role": "user", "content": "hello"}])["server"] == "coder"
 
