@@ -21,7 +21,7 @@ UBATCH_TOKENS = 512
 makes a context checkpoint this many tokens before the one near a prompt's end."""
 
 POINTS_PER_REQUEST = 3
-"""llama-server makes at most this many context checkpoints for one request."""
+"""llama-server makes at most this many context checkpoints for one request with few new tokens."""
 
 
 def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...]:
@@ -29,12 +29,13 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
 
     The last one, near the end, is made for certain if there are so many tokens. Another one lies a physical
     batch before that, or where the evaluation begins, whichever is later. If the prompt *has_messages*,
-    llama-server makes one where the newest of them begins; nobody tells where, so it counts as the next
-    but one.
+    llama-server makes one where the newest user message begins, and one at each user message that begins
+    over MIN_STEP_TOKENS behind the last point; nobody tells where, so they count as many as they can be.
     """
     newest = n_to - CONTEXT_CHECKPOINT_MARGIN
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    made = (n_before, n_before + 2, newest) if has_messages else (n_before, newest)
+    earlier = range(n_from + MIN_STEP_TOKENS, n_before, MIN_STEP_TOKENS + 1)
+    made = (*earlier, n_before, n_before + 2, newest) if has_messages else (n_before, newest)
     return tuple(n for n in made if 0 < n <= newest)
 
 

@@ -48,6 +48,19 @@ def test_points_are_made_near_the_end_and_a_batch_before_or_where_the_evaluation
     assert points_made(0, 4, has_messages=True) == ()
 
 
+def test_user_messages_far_behind_the_point_before_count_as_points() -> None:
+    """Templates write results of tool calls as user messages. Ten of them lie behind the header here."""
+    header, newest = (1439, 1951), 31_787
+    real = (*header, 11_165, 20_013, 28_871, 31_275, newest)  # as llama-server 0.7.0 made them
+    points = points_after(header, points_made(1955, newest + 4, has_messages=True), 16)
+    assert (len(points), points[-1]) == (len(real) + 1, newest - 1)
+    for n_from in range(31_800, 32_600, 200):
+        made = (n_from, n_from + 100, n_from + 196)
+        real, points = points_after(real, made, 16), points_after(points, made, 16)
+        assert newest in real or newest - 1 not in points
+    assert newest not in real, "it was dropped"
+
+
 def test_points_near_the_one_before_go_first_and_the_lowest_stays() -> None:
     points: tuple[int, ...] = ()
     for n_from, n_to in ((0, 9891), (9891, 11013), (11013, 12037), (12037, 12549)):
