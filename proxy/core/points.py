@@ -34,7 +34,7 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
     """
     newest = n_to - CONTEXT_CHECKPOINT_MARGIN
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    earlier = range(n_from + MIN_STEP_TOKENS, n_before, MIN_STEP_TOKENS + 1)
+    earlier = range(n_from + MIN_STEP_TOKENS + 1, n_before, MIN_STEP_TOKENS + 1)
     made = (*earlier, n_before, n_before + 2, newest) if has_messages else (n_before, newest)
     return tuple(n for n in made if 0 < n <= newest)
 
