@@ -70,7 +70,7 @@ async def attach(
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
     *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number. If it
-    does not say so, a slot counts as keeping few, until a save shows more, and a file as loaded whole.
+    does not say so, a slot counts as keeping as many as with `run`, and a file as loaded whole.
     """
     n_told = launch.n_context_checkpoints
     newest = services.served.get(services.upstream.target)
