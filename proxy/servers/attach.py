@@ -83,6 +83,7 @@ async def attach(
         build=props.build_info,
         queue=SlotQueue(SlotTable(known or [Unknown()] * props.total_slots), MAX_REQUESTS),
         n_ctx=props.n_ctx,
+        accused=before.accused if before else [],
         n_kept_points=N_CONTEXT_CHECKPOINTS if n_told is None else n_told,
         n_loaded_points=MAX_CONTEXT_CHECKPOINTS if n_told is None else n_told,
         takes_media=not props.modalities or any(props.modalities.values()),
@@ -119,8 +120,8 @@ async def attach(
         if process.clears_idle_slots is None:
             clears = before.clears_idle_slots if before else await _seen_clearing(process.upstream)
             process.clears_idle_slots = clears  # no condition: nothing is saved, and nothing waits
-    if before and before.accused:
-        await before.acquit()
+    elif process.accused:
+        await process.acquit()
     return process
 
 

@@ -101,8 +101,9 @@ class Process(ServerServices):
     tenants: set[bytes] = field(default_factory=set)
     """The tenants that have sent a request, and b"" if keys do not matter."""
 
-    accused: list[Checkpoint] = field(default_factory=list)
-    """Those quarantined because this process seems to have ended; used again if it turns out to run."""
+    accused: list[Checkpoint]
+    """Those quarantined because this process seems to have ended; used again if it turns out to run. If it
+    is met again, its next `Process` has the same list."""
 
     # Requests on their way.
     on_way: "set[Request]" = field(default_factory=set)
@@ -416,9 +417,12 @@ class Process(ServerServices):
         A look that was under way may have begun before the failure, so there are two. If a gateway or the
         network failed, the process may have been met again since.
         """
-        is_there = await self.is_current() and await self.is_current()
-        newest = self.served[self.upstream.target]
-        return not is_there and (newest is self or newest.id != self.id)
+        for _ in range(2):
+            await self.is_current()
+            newest = self.served[self.upstream.target]
+            if newest.id != self.id or newest.queue.is_closed:
+                return True
+        return False
 
     def blame(self, checkpoint: Checkpoint, cause: Cause) -> None:
         """Quarantine a checkpoint that contradicts the rule; only if this process has really answered."""
@@ -438,7 +442,8 @@ class Process(ServerServices):
         if not suspects or not await self.has_ended():
             return False
         self.slots[slot_id].sources = ()
-        self.accused += suspects
+        # Another llama-server may have ended over it: that it goes on here acquits only those of this one.
+        self.accused += (each for each in suspects if not self.store.is_quarantined(each))
         why = Quarantine(ENDED_LLAMA_SERVER, time.time())
         await self._set_quarantine(f"quarantined: {ENDED_LLAMA_SERVER}", why, *suspects)
         for checkpoint in suspects:
@@ -449,7 +454,8 @@ class Process(ServerServices):
 
     async def acquit(self) -> None:
         """Use the accused checkpoints again: this process answers, so only a gateway or network failed."""
-        accused, self.accused = self.accused, []
+        accused = tuple(self.accused)
+        self.accused.clear()
         await self._set_quarantine("used again: the same llama-server answers", None, *accused)
         if self.tier:
             with self.faults.suppressed("quarantine", errors.StoreFault):

@@ -2,12 +2,14 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from proxy.core.model import Checkpoint
+from proxy.core.model import Checkpoint, Quarantine
 from proxy.servers import server as lifecycle
 from proxy.shared.transfers import Uploads
 from tests.fakes.slots import Memory
@@ -112,6 +114,52 @@ async def test_state_in_use_when_only_a_gateway_is_restarted_is_used_again(
         await rig.settled()
         assert (await rig.chat("a")).n_reused
         assert rig.server.n_processes == 1
+
+
+@asynccontextmanager
+async def answering(rig: Rig) -> AsyncIterator["asyncio.Future[Any]"]:
+    """Yield a request that is being answered from a restored state."""
+    for name in "abc":
+        await rig.chat(name)
+        await rig.settled()
+    gate = rig.server.hold("generate", n_calls=1)
+    asked = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
+    await gate.reached()
+    yield asked
+
+
+@pytest.mark.parametrize("really_ends", [True, False])
+async def test_llama_server_that_was_met_again_during_an_answer_ends_or_is_away_again(
+    start_rig: StartRig, *, really_ends: bool
+) -> None:
+    async with start_rig(n_slots=2) as rig, answering(rig) as asked:
+        await rig.server.shut_down()
+        await until(lambda: not rig.process)
+        await rig.server.listen()
+        await until(lambda: rig.process)
+        await rig.server.crash()
+        await until(lambda: quarantined(rig))
+        if not really_ends:  # the same process answers again
+            rig.server.process.gone.clear()
+        await (rig.server.restart if really_ends else rig.server.listen)()
+        assert (await asked).status == 200
+        assert len(quarantined(rig)) == int(really_ends)
+
+
+async def test_state_over_which_another_llama_server_has_ended_is_not_acquitted_here(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2) as rig, answering(rig) as asked:
+        assert (store := rig.running.store) is not None
+        assert rig.process and (sources := [s for slot in rig.process.slots for s in slot.sources])
+        quarantine = Quarantine("another has ended", 1.0)
+        await store.change_on_disk(*(each.id for each in sources), quarantine=quarantine)
+        await rig.server.crash()
+        await until(lambda: not rig.process)
+        rig.server.process.gone.clear()
+        await rig.server.listen()
+        assert (await asked).status == 200
+        assert len(quarantined(rig)) == len(sources)
 
 
 async def test_quarantined_state_is_taken_from_other_machines_at_once(
