@@ -203,8 +203,9 @@ class Tier:
             if record is not None and remote.folder(record.namespace) == folder:
                 lost[checkpoint_id] = record.shared_id
             await asyncio.sleep(0)
-        self._gone |= {lost[each] for each in known & lost.keys()}
-        await remote.enter(gone=[*self._gone])  # it may be stopped before they go up again
+        if gone := {lost[each] for each in known & lost.keys()}:
+            self._gone |= gone
+            await remote.enter(gone=[*self._gone])  # it may be stopped before they go up again
         for checkpoint_id in lost:
             await remote.forget(checkpoint_id)
             remote.known |= {checkpoint_id} & self._lone

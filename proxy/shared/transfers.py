@@ -364,5 +364,6 @@ class Uploads:
         remote.metrics.shared_states.labels("up").inc()
         # Behind a removal under way, which then has told its reason.
         await self._store.change_on_disk(checkpoint.id, shared_id=shared_id)
-        if self._uploading != checkpoint.id:
+        kept = self._store.get(checkpoint.id)
+        if self._uploading != checkpoint.id and (kept is None or kept.quarantine):
             remote.refuse(entry[0])

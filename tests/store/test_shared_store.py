@@ -659,6 +659,43 @@ async def test_state_that_was_withdrawn_for_nothing_is_there_again(
         assert len({path.stem for path in objects_in(tmp_path / "shared")}) == 1
 
 
+async def test_state_that_is_withdrawn_for_nothing_while_it_goes_up_stays_there(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start("a") as a:
+        enter, why = a.tier.remote.enter, Quarantine("it seemed to end llama-server", 1.0)
+
+        async def withdraw_and_enter(*entries: Any, **values: Any) -> None:
+            if entries:
+                await a.store.change_on_disk(saved.id, quarantine=why)
+                a.tier.uploads.withdraw(saved)
+                await a.store.change_on_disk(saved.id, quarantine=None)
+                await a.tier.uploads.readmit(saved)
+            await enter(*entries, **values)
+
+        monkeypatch.setattr(a.tier.remote, "enter", withdraw_and_enter)
+        saved = await a.commit(run_of(3000))
+        await until(lambda: (a.store.get(saved.id) or saved).shared_id)
+        await a.tier.uploads.drain(SECOND)
+        assert len(await a.find(run_of(3000), is_full=True)) == 1
+
+
+async def test_look_that_finds_nothing_new_writes_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be written, each look would fail, and everything would be listed at each look."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StoreFault("no space left on device")
+
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        await a.find(run_of(3000), is_full=True)
+        monkeypatch.setattr(a.tier.remote.index, "put", fail)
+        assert await a.tier.look(a.tier.remote.folder(OURS), is_full=True)
+        monkeypatch.undo()
+
+
 async def test_states_that_are_withdrawn_while_another_is_being_deleted_go_too(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
