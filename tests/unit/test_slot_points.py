@@ -51,7 +51,14 @@ def test_points_are_made_near_the_end_and_a_batch_before_or_where_the_evaluation
 def test_user_messages_far_behind_the_point_before_count_as_points() -> None:
     """Templates write results of tool calls as user messages. Ten of them lie behind the header here."""
     header, newest = (1439, 1951), 31_787
-    real = (*header, 11_165, 20_013, 28_871, 31_275, newest)  # as llama-server 0.7.0 made them
+    real: tuple[int, ...] = (
+        *header,
+        11_165,
+        20_013,
+        28_871,
+        31_275,
+        newest,
+    )  # as llama-server 0.7.0 made them
     points = points_after(header, points_made(1955, newest + 4, has_messages=True), 16)
     assert (len(points), points[-1]) == (len(real) + 1, newest - 1)
     for n_from in range(31_800, 32_600, 200):
