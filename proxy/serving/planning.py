@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, SLACK_TOKENS, Stop
-from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, Prompt, SlotId
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
@@ -49,13 +48,13 @@ def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
 def counts_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
     """Count on fewer context checkpoints of a file, because the one at *n_missed* tokens was not reused.
 
-    llama-server loads only the newest ones, but as many as it has ever written. Returns False if these
-    include the one that was not reused.
+    llama-server loads only the newest ones, but as many as it has ever written: half of them, until a save
+    shows more. Returns False if these include the one that was not reused.
     """
     n_points = sum(point >= n_missed for point in checkpoint.restore_points)
     if n_points <= max(1, process.n_written_points):
         return False
-    n_fewer = max(process.n_written_points, min(n_points - 1, N_CONTEXT_CHECKPOINTS))
+    n_fewer = max(process.n_written_points, n_points // 2)
     process.n_loaded_points = n_fewer
     get_logger("cache").info("llama-server loads fewer context checkpoints", n=n_fewer)
     return True

@@ -118,8 +118,8 @@ def test_newest_points_of_a_file_are_loaded(n_loaded: int, points: tuple[int, ..
 def test_point_that_was_not_loaded_lowers_the_number_unless_as_many_were_written() -> None:
     process: Any = SimpleNamespace(n_loaded_points=32, n_written_points=4)
     many = checkpoint(n_tokens=2000, restore_points=tuple(range(100, 1300, 100)))
-    assert counts_on_fewer(process, many, 100) and process.n_loaded_points == 11
-    assert counts_on_fewer(process, many, 500) and process.n_loaded_points == 7
+    assert counts_on_fewer(process, many, 100) and process.n_loaded_points == 6
+    assert counts_on_fewer(process, many, 700) and process.n_loaded_points == 4
     assert not counts_on_fewer(process, many, 900), "four were written"
     process.n_written_points = 0
     assert counts_on_fewer(process, many, 1100) and process.n_loaded_points == 1
