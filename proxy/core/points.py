@@ -67,7 +67,8 @@ def points_after(points: Sequence[int], made: Sequence[int], n_kept: int) -> tup
 def stops_with_room(n_kept: int) -> int:
     """Return how many stops leave the points of the header and of the request itself in the slot.
 
-    Each stop makes two points; the header has two, and a user message one more.
+    Each stop makes two points; the header has two, and a user message one more. Other stops, as at the
+    surroundings, take the header's second place: new sessions then evaluate a batch of the header again.
     """
     return max(0, n_kept - 2 * POINTS_PER_REQUEST) // 2
 
