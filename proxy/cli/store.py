@@ -32,7 +32,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 Checkpoints = Sequence[ListedCheckpoint]
 _Under = defaultdict[str | None, list[ListedNode | ListedCheckpoint]]
-"""What lies directly under each node, by its id."""
+"""What lies directly under each node, by its id: checkpoints by their length, nodes by their last use."""
 
 
 @click.command()
@@ -57,22 +57,21 @@ def ls(store: command.Store, name: str | None, shows_all: bool) -> None:
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     outline, tree, under = views.Outline(), Tree("", hide_root=True), _Under(list)
-    for checkpoint in checkpoints:
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.n_tokens):
         outline.add(checkpoint)
         under[checkpoint.parent].append(checkpoint)
-    for node in outline.nodes({}, len(outline)):
+    for node in sorted(outline.nodes({}, len(outline)), key=lambda node: -node.last_used_at):
         under[node.parent].append(node)
     _grow(tree, under, "", len(outline) if shows_all else _N_SHOWN)
     command.answer({"checkpoints": checkpoints}, Group(Text(_sum(checkpoints), style="bold"), tree))
 
 
 def _grow(tree: Tree, under: _Under, node_id: str, n_shown: int) -> None:
-    """Add what lies under a node: its checkpoints, and at most *n_shown* nodes, the last used first."""
-    leaves = [each for each in under[node_id] if isinstance(each, ListedCheckpoint)]
-    for leaf in sorted(leaves, key=lambda checkpoint: checkpoint.n_tokens):
-        tree.add(_leaf(leaf))
+    """Add what lies under a node: its checkpoints, and at most *n_shown* nodes."""
+    for each in under[node_id]:
+        if isinstance(each, ListedCheckpoint):
+            tree.add(_leaf(each))
     nodes = [each for each in under[node_id] if isinstance(each, ListedNode)]
-    nodes.sort(key=lambda node: -node.last_used_at)
     for node in nodes[:n_shown]:
         used = command.age_in_words(time.time() - node.last_used_at)
         facts, digits = f" {size_in_words(node.size_bytes)}, {used}  ", node.id.rpartition("/")[2]
