@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from proxy.core.points import UBATCH_TOKENS
+from proxy.core.cuts import UBATCH_TOKENS
 
 ON, OFF = "on", "off"
 _SAVE_PATH = "--slot-save-path"

@@ -22,9 +22,16 @@ from enum import StrEnum
 from operator import itemgetter
 
 from proxy.core import model, saving, slots
-from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops, worth_a_file
+from proxy.core.cuts import (
+    MAX_CONTEXT_CHECKPOINTS,
+    SLACK_TOKENS,
+    Stop,
+    branch_of,
+    choose_stops,
+    stops_with_room,
+    worth_a_file,
+)
 from proxy.core.model import Candidate, Checkpoint, Cuts, Prompt, Rule, SlotId, usable_tokens
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, stops_with_room
 from proxy.core.rates import Rates
 from proxy.core.slots import Empty, Known, Slot, Unknown, live_reuse, must_be_erased, shared_tokens
 from proxy.core.tokens import common_prefix_length

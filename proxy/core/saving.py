@@ -24,16 +24,18 @@ from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from operator import add
 
-from proxy.core.cuts import SLACK_TOKENS, cuts_in_message, is_near
-from proxy.core.eviction import Present
-from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
-from proxy.core.points import (
+from proxy.core.cuts import (
     MAX_CONTEXT_CHECKPOINTS,
     POINTS_PER_REQUEST,
+    SLACK_TOKENS,
     UBATCH_TOKENS,
+    cuts_in_message,
+    is_near,
     points_after,
     points_made,
 )
+from proxy.core.eviction import Present
+from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, highest_point
 from proxy.core.rates import Rates
 from proxy.core.slots import Content, Known, Unknown, cut_to
 

@@ -11,9 +11,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
-from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MIN_BRANCH_TOKENS
+from proxy.core.cuts import (
+    CONTEXT_CHECKPOINT_MARGIN,
+    MAX_CONTEXT_CHECKPOINTS,
+    MIN_BRANCH_TOKENS,
+    UBATCH_TOKENS,
+    points_after,
+    points_made,
+)
 from proxy.core.model import Checkpoint, CheckpointId, Prompt, Rule, SlotId, Title, highest_point
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS, UBATCH_TOKENS, points_after, points_made
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 

@@ -21,8 +21,8 @@ import msgspec
 
 from proxy import errors
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.model import Checkpoint, SlotId, is_same_canary
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import Empty
 from proxy.core.tokens import Namespace, TokenIds, token_ids

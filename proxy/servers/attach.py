@@ -18,9 +18,9 @@ import xxhash
 
 from proxy.core import model
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS, Launch
 from proxy.core.model import NO_RULE, Canary, CheckpointKind, Rule, SlotId
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.rates import Rates
 from proxy.core.residency import choose_slot_to_empty
 from proxy.core.saving import StateSize

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
+from proxy.core.cuts import UBATCH_TOKENS
 from proxy.core.messages import BYTES_PER_TOKEN
 from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan
-from proxy.core.points import UBATCH_TOKENS
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import TAINTED, Empty, SlotTable
 from proxy.errors import UpstreamFault, replaced

@@ -19,8 +19,8 @@ from cachetools import LRUCache
 from proxy import errors
 from proxy.core import model, slots
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import UBATCH_TOKENS
 from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Quarantine, Rule, SlotId
-from proxy.core.points import UBATCH_TOKENS
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, SlotTable, Unknown

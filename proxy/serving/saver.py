@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from proxy import errors
 from proxy.core import saving
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import kept_after_save
 from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.core.messages import count_messages
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.points import kept_after_save
 from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import CannotCache

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core import slots
-from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN
+from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MAX_CONTEXT_CHECKPOINTS
 from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.slots import Content, Empty, Known, Origin, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of

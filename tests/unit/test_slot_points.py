@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.cuts import kept_after_save, points_after, points_made, stops_with_room
 from proxy.core.model import Candidate
-from proxy.core.points import kept_after_save, points_after, points_made, stops_with_room
 from proxy.serving.planning import counts_on_fewer, loaded
 from tests.unit.builders import checkpoint
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.cuts import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.model import Prompt
-from proxy.core.points import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.saving import StateSize, expected_bytes, extent_of
 from proxy.core.slots import TAINTED, Empty, Known, Unknown, after_evaluation
 from tests.unit.builders import NAMESPACE, run_of
