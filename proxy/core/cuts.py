@@ -199,7 +199,8 @@ def _unsaved(rule: Rule, cuts: Cuts, n_inside: int) -> list[int]:
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 
-# The context checkpoints of a slot, each by the tokens before it: its points.
+# The context checkpoints of a slot, each by the tokens before it: its points. The rules are those of
+# llama-server 0.7.0 (server-context.cpp, update_slots and create_checkpoint).
 
 
 MAX_CONTEXT_CHECKPOINTS = 32
@@ -235,9 +236,9 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
 def points_after(points: Sequence[int], made: Sequence[int], n_kept: int) -> tuple[int, ...]:
     """Return the points of a slot, ascending, after one request has *made* more of them.
 
-    Once the slot has all but one of the *n_kept* that it may have, llama-server drops points that lie
-    within MIN_STEP_TOKENS behind the one before, the lowest first, but none of this request. The lowest of
-    all goes only if the slot is full all the same.
+    Once the slot has all but one of the *n_kept* that it may have, llama-server drops points within
+    MIN_STEP_TOKENS behind the one before, the lowest first, but none of this request. The lowest of all
+    goes only if the slot is full all the same.
     """
     if not n_kept:
         return ()
@@ -250,9 +251,8 @@ def points_after(points: Sequence[int], made: Sequence[int], n_kept: int) -> tup
             else:
                 at, before = at + 1, kept[at]
         kept = kept[max(0, len(kept) - n_kept + 1) :]
-        if (
-            not kept or point > kept[-1] + 1
-        ):  # else it is made again: predictions are a token too low
+        # One at the same tokens is made again; a prediction may be a token too low.
+        if not kept or point > kept[-1] + 1:
             kept.append(point)
     return tuple(kept)
 

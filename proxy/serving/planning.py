@@ -48,8 +48,8 @@ def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
 def counts_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:
     """Count on fewer context checkpoints of a file, because the one at *n_missed* tokens was not reused.
 
-    llama-server loads only the newest ones, but as many as it has ever written: half of them, until a save
-    shows more. Returns False if these include the one that was not reused.
+    llama-server loads only the newest ones, but as many as it has ever written. Half of those down to the
+    missed one are counted on, until a save shows more. Returns False if none can be left out.
     """
     n_points = sum(point >= n_missed for point in checkpoint.restore_points)
     if n_points <= max(1, process.n_written_points):
