@@ -190,8 +190,8 @@ def _unsaved(rule: Rule, cuts: Cuts, n_inside: int) -> list[int]:
     is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
     ends_with_user = cuts.turn_start == cuts.message_end
     if ends_with_user and is_long:
-        inside = cuts_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
-        inside = islice(inside, n_inside)
+        n_first = n_begin + MESSAGE_STOP_TOKENS - 1
+        inside = islice(cuts_in_message(n_first, cuts.turn_start), n_inside)
     if rule.is_end_only:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
     marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside
@@ -274,9 +274,9 @@ def kept_after_save(n_kept: int, points: Sequence[int], saved: tuple[int, ...]) 
     more than were believed in, nobody has told the number, and it is rather llama-server's default.
     """
     old = [n for n in points[:2] if FIRST_BLOCK_TOKENS <= n < max(saved, default=0)]
-    if len(saved) >= POINTS_PER_REQUEST:
-        if not all(is_near(saved, n + CONTEXT_CHECKPOINT_MARGIN) for n in old):
-            return len(saved) + 1
+    are_there = all(is_near(saved, n + CONTEXT_CHECKPOINT_MARGIN) for n in old)
+    if len(saved) >= POINTS_PER_REQUEST and not are_there:
+        return len(saved) + 1
     return MAX_CONTEXT_CHECKPOINTS if len(saved) > n_kept else n_kept
 
 

@@ -145,7 +145,8 @@ def _scratch_problem(index: Path) -> str:
         return str(error.strerror)  # it names the places that Python has tried
     # The scratch store has an index, too.
     n_bytes = (index.stat().st_size if index.exists() else 0) + (1 << 20)
-    return f"{place} has no room for {n_bytes:,} bytes" * (disk_usage(place).free < n_bytes)
+    has_room = disk_usage(place).free >= n_bytes
+    return "" if has_room else f"{place} has no room for {n_bytes:,} bytes"
 
 
 def read_index(directory: Path) -> Stored:

@@ -147,7 +147,7 @@ class Cause(StrEnum):
     """
     SLOT_HELD_LESS = "slot held less"
     """The slot held less than the proxy had left in it: another client used it past the proxy, or
-    llama-server has emptied it or keeps fewer than 8 context checkpoints.
+    llama-server has emptied it or keeps fewer than 16 context checkpoints.
 
     Send all requests through the proxy, and start llama-server with --cache-ram 0 --ctx-checkpoints 16.
     """

@@ -362,10 +362,11 @@ class Catalogue:
 
     def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
         """Note that a request has this prompt: the tokens that it shares with checkpoints are in use."""
+        now = time.time()
         for nearest, n_blocks in self.index.reaching(hash_prefixes(namespace, tokens), 1).items():
             earlier = self._asked.get(nearest, {})
             longer = {n: asked_at for n, asked_at in earlier.items() if n > n_blocks}
-            self._asked[nearest] = longer | {n_blocks: time.time()}
+            self._asked[nearest] = longer | {n_blocks: now}
 
     def note_read(self, checkpoint: Checkpoint) -> None:
         """Note that the whole file of a checkpoint was just written or read."""

@@ -67,8 +67,9 @@ def error_event(path: str, error: ProxyError) -> bytes:
 
 def error_event_of(path: str, status: int, body: bytes) -> bytes:
     """Return llama-server's refusal as an event, for a client whose stream has begun already."""
-    unread = _own_error(status, f"llama-server answered {status} without a stream")
-    return _event(path, _read_error(body) or unread, status)
+    if (error := _read_error(body)) is None:
+        error = _own_error(status, f"llama-server answered {status} without a stream")
+    return _event(path, error, status)
 
 
 def anthropic_error(status: int, body: bytes) -> bytes:
