@@ -355,7 +355,7 @@ def read_sources(
     }
     for source, values in sources.items():
         # Each source is checked by itself, so that the error names the source of the value.
-        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
+        _convert({"slot_save_path": ".", **values}, source)
     return sources
 
 
@@ -385,7 +385,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     """Return the settings with their defaults; raises SettingsError if a needed directory is missing."""
     if "slot_save_path" not in merged:
         raise SettingsError(NO_DIRECTORY)
-    settings = _convert(merged, "settings", strict=False)
+    settings = _convert(merged, "settings")
     if needs_directory and settings.listen == settings.admin and split_address(settings.listen)[1]:
         raise SettingsError(f"listen and admin are both {settings.listen}: give one another port")
     # Absolute, because llama-server may run elsewhere. Path's own expanduser raises RuntimeError.
@@ -402,7 +402,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_bytes())
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -410,7 +410,7 @@ def _read_file(file: Path) -> dict[str, Any]:
         place = "context" if str(error).startswith("while scanning a ") else "problem"
         mark = getattr(error, f"{place}_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        how = "without tabs; a value with `: `, or that begins with a sign, needs quotes"
+        how = "in UTF-8, without tabs; a value with `: `, or that begins with a sign, needs quotes"
         raise SettingsError(f"{file}{line}: expected `name: value` lines, {how}") from error
     if content is None:
         return {}
@@ -429,10 +429,10 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: ours[key].strip() for key, name in keys.items() if key in ours}
 
 
-def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
+def _convert(values: dict[str, Any], source: str) -> Settings:
     plain = {name: _plain(source, name, value) for name, value in values.items()}
     try:
-        return msgspec.convert(plain, Settings, strict=strict)
+        return msgspec.convert(plain, Settings, strict=False)
     except msgspec.ValidationError as error:
         if unknown := [name for name in values if name not in NAMES]:
             raise SettingsError(f"{source}: {_no_setting(unknown, NAMES)}") from error

@@ -48,8 +48,6 @@ _FOR_PROGRAMS = ("/health", "/metrics")
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
-_IS_OPERATOR = web.RequestKey("is_operator", bool)
-"""Set if a request has shown the listener's token: then its Authorization is not a client's key."""
 _SLICE_SECONDS = 0.002
 
 
@@ -84,7 +82,6 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
                 raise _refused(web.HTTPForbidden, "not for pages of other sites")
         if token is not None and request.path not in open_paths:
             _require(token, request)
-            request[_IS_OPERATOR] = True
         try:
             return await handler(request)
         except (NotKnown, NotWarmed, ProxyError) as why:
@@ -253,8 +250,8 @@ class Admin:
         last one. The answer has a line of JSON for each progress, and one for the end.
         """
         is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
-        if request.get(_IS_OPERATOR):
-            keys.pop("Authorization", None)
+        # The listener's token, no client's key: commands show a kept one also where none is asked for.
+        keys.pop("Authorization", None)
         if (request_id := request.query.get("request")) is not None:
             wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:

@@ -18,7 +18,7 @@ from proxy.doctor.findings import findings_of
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, question
+from tests.integration.rig import KEYS, Rig, question
 
 EVERYWHERE = "0.0.0.0:0"
 ROUTES = ("/", "/health", "/metrics", "/requests", "/checkpoints", "/overview", "/tree")
@@ -148,3 +148,12 @@ async def test_the_token_is_nobodys_api_key(start_rig: StartRig) -> None:
         ) as reply:
             assert b"warmed" in await reply.read()
         assert all(token not in str(seen.headers) for seen in rig.server.seen)
+
+
+async def test_a_token_that_is_shown_without_need_is_nobodys_api_key(start_rig: StartRig) -> None:
+    """Commands show a token that was kept when the listener asked for one; now it asks for none."""
+    async with start_rig(**KEYS) as rig:
+        body = {"messages": [{"role": "system", "content": " rule" * 300}, *question("a", 20)]}
+        headers = bearer("kept") | {"X-Api-Key": "alice"}
+        async with rig.client.post(rig.admin_url + "/warm", json=body, headers=headers) as reply:
+            assert b"warmed" in await reply.read()

@@ -239,7 +239,7 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
     ("line", "name"),
     [
         ("drain_seconds: many", "drain_seconds"),
-        ("drain_seconds: '3'", "drain_seconds"),
+        ("drain_seconds: '3 s'", "drain_seconds"),
         ("drain_seconds: true", "drain_seconds"),
         ("drain_seconds:", "drain_seconds"),
         ("max_store_bytes: 1.5", "max_store_bytes"),
@@ -265,7 +265,7 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("listen: 127.0.0.1:70000", "listen"),
         ("max_store_bytes: 100", "max_store_bytes"),
         ("slot_save_path: ''", "slot_save_path"),
-        ("share_between_api_keys: 1", "share_between_api_keys"),
+        ("share_between_api_keys: 2", "share_between_api_keys"),
         ("aliases: a", "aliases"),
         ("aliases: a=b=c", "aliases"),
         ("aliases: a=b c=d", "aliases"),
@@ -288,6 +288,26 @@ def test_impossible_value_in_the_file_is_refused_by_name(
 ) -> None:
     message = refusal(tmp_path, file=line)
     assert message.startswith(str(tmp_path / "config.yaml")) and name in message
+
+
+def test_value_in_quotes_means_the_same_in_the_file_as_in_the_environment(tmp_path: Path) -> None:
+    """A refusal would say: `3` is not allowed. Allowed: number."""
+    in_file = load(tmp_path, file='drain_seconds: "3"\nshare_between_api_keys: "true"\n')
+    told = {"DRAIN_SECONDS": "3", "SHARE_BETWEEN_API_KEYS": "true"}
+    assert in_file == load(tmp_path, environment=told)
+    assert (in_file.drain_seconds, in_file.share_between_api_keys) == (3.0, True)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_file_that_windows_has_written_is_read(tmp_path: Path, encoding: str) -> None:
+    """PowerShell writes UTF-16, and Notepad a mark before UTF-8."""
+    written = "stabilizers: none\r\nadmin_token_file: /schlüssel\r\n".encode(encoding)
+    settings = load(tmp_path, file=written)
+    assert (settings.stabilizers, settings.admin_token_file) == ("none", "/schlüssel")
+
+
+def test_file_in_an_encoding_of_old_is_refused_and_explained(tmp_path: Path) -> None:
+    assert "UTF-8" in refusal(tmp_path, file="admin_token_file: /schlüssel\n".encode("latin-1"))
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-3", "1.5", ""])
