@@ -40,7 +40,7 @@ from proxy.serving.process import Process
 from proxy.serving.services import new_shared
 from proxy.settings import NO_DIRECTORY, Settings, reachable, token_to_show, upstream_urls
 from proxy.store.directory import keep_proxies_out
-from proxy.store.files import StateFiles
+from proxy.store.files import StateFiles, is_state_name
 from proxy.store.index import Index
 from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore
@@ -117,7 +117,8 @@ def _examine_directory(setup: Setup) -> Stored:
         setup.free_bytes = disk_usage(directory).free
         files = StateFiles(directory)
         setup.reserve_bytes = files.reserve_bytes()
-        os.listdir(directory)
+        states = filter(is_state_name, files.names())
+        setup.used_bytes = sum(map(files.size_bytes, states))
         probe = directory / files.new_temporary_name()
         probe.touch(mode=0o600, exist_ok=False)
         probe.unlink()
@@ -133,7 +134,6 @@ def _examine_directory(setup: Setup) -> Stored:
             setup.index_problem = errors.in_words(fault)
             setup.is_index_damaged = isinstance(fault, errors.IndexDamaged)
     setup.n_checkpoints = len(stored[0])
-    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in stored[0])
     return stored
 
 

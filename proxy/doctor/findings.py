@@ -388,11 +388,9 @@ def _permission_finding(setup: Setup) -> Finding:
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     """Return whether another state fits on the disk, if stored states are deleted for it."""
     needed = max((f.state_bytes for f in setup.llama_servers), default=0) or LEAST_FREE_BYTES
-    store = (setup.health or {}).get("store") or {}
-    stored_bytes = setup.used_bytes or store.get("size_bytes", 0)
-    usable = free_bytes + stored_bytes - setup.reserve_bytes
-    text = f"{size_in_words(free_bytes)} free, {size_in_words(stored_bytes)} in states; a state may need"
-    text += f" {size_in_words(needed)}, {size_in_words(setup.reserve_bytes)} are left free."
+    usable = free_bytes + setup.used_bytes - setup.reserve_bytes
+    text = f"{size_in_words(free_bytes)} free, {size_in_words(setup.used_bytes)} in states; a state may"
+    text += f" need {size_in_words(needed)}, {size_in_words(setup.reserve_bytes)} are left free."
     if usable < needed:
         cure = "Free some space, or use another disk."
         return (limit if usable > 0 else blocker)("disk space", text, cure)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import LlamaServerFacts, Severity, exit_status, findings_of
 from proxy.settings import Settings
+from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.fakes.slots import Memory
@@ -145,6 +146,15 @@ async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaSer
     assert "could not be examined at first contact" in found.problems["attaching failed"]
     assert "nobody else uses llama-server" in found.problems["attaching failed"]
     assert found.facts.probe_owner_uid == os.geteuid()
+
+
+async def test_states_beside_a_proxy_that_tells_nothing_are_counted(directory: Path) -> None:
+    """They give way to new ones: a disk that they fill is no problem."""
+    with closing(CheckpointStore(directory, 1 << 20)):
+        (directory / "lpc-0123456789abcdef.state").write_bytes(bytes(5000))
+        setup = await examine(Settings(slot_save_path=str(directory), admin="127.0.0.1:9"))
+    assert setup.lock and not setup.health
+    assert setup.used_bytes == 5000
 
 
 @pytest.mark.parametrize("place", ["save", "evaluate", "generate", "restore", "erase"])

@@ -113,7 +113,7 @@ def problems(facts: LlamaServerFacts | Setup) -> list[Finding]:
     [
         alone(server(state_bytes=2 * MIB), free_bytes=20 * MIB, reserve_bytes=MIB),
         replace(stored(7, state_bytes=GIB), free_bytes=0),
-        replace(proxy(forwarding() | {"store": {"size_bytes": GIB}}), free_bytes=0),
+        replace(proxy(forwarding()), free_bytes=0, used_bytes=GIB),
     ],
 )
 def test_disk_with_room_for_a_measured_state_or_in_place_of_stored_ones_is_no_problem(
