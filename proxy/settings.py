@@ -141,8 +141,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How long a request waits for a llama-server that is away or loading.
 
     At most 1,024 requests for each URL of upstream run or wait at once. After this time a request is
-    answered 503 with Retry-After. When llama-server has been unreachable for this long,
-    or was never reached, requests fail at once. Set more than a large model takes to load.
+    answered 503 with Retry-After. When llama-server has been unreachable for this long (at first: since
+    the proxy's start), requests fail at once. Set more than a large model takes to load.
     """
     drain_seconds: Seconds = 30.0
     """How long running requests may go on at shutdown; those that have not ended then end in an error.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def _listeners(settings: Settings, proxy: "Running") -> str:
     """Return what `run` and `serve` say once they listen: the addresses, with the ports really bound."""
     bound = (settings.listen, proxy.port), (settings.admin, proxy.admin_port)
     clients, page = (f"{reachable(a).rpartition(':')[0]}:{port}" for a, port in bound)
-    where = "" if settings.admin == SCHEMA["admin"]["default"] else f" --admin {page}"
+    where = "" if settings.admin == SCHEMA["admin"]["default"] else f" --admin {shlex.quote(page)}"
     return (
         f"clients http://{clients}/v1 (Anthropic: http://{clients}), live page http://{page}\n{'':10}"
         f"connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode{where}"

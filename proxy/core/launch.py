@@ -127,7 +127,9 @@ def plan_launch(
     if model := given.get("--model"):
         launch.model_path = _absolute(model, working_directory)
     elif "--models-dir" in known and not any(map(_NAMES_A_MODEL.match, given)):
-        launch.warnings.append("no model is given (-m FILE): llama-server starts as a router")
+        launch.warnings.append(
+            "no model is given (-m FILE): llama-server starts as a router, unless your script gives one"
+        )
     launch.says = _in_words(launch, given)
     return launch
 

@@ -277,7 +277,7 @@ def import_checkpoints(store: StoreDirectory, file: Path, note: Note) -> Importe
                 note(record.size_bytes)
     except (StoreFault, OSError, *_UNREADABLE) as error:
         is_other = not isinstance(error, StoreFault | OSError)
-        why = "it is not what `export` writes" if is_other else in_words(error)
+        why = "it is not what `export` writes, or is cut short" if is_other else in_words(error)
         # An OSError names its file itself.
         place = "" if isinstance(error, OSError) else f"{file}: "
         stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
@@ -324,7 +324,7 @@ def entered_as(
 def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
     file = tar.extractfile(head) if head is not None and head.isreg() else None
     if file is None:
-        raise StoreFault("it is not what `export` writes: a state is missing")
+        raise StoreFault("it is not what `export` writes, or is cut short: a state is missing")
     return file
 
 

@@ -283,7 +283,8 @@ def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
     for n_bytes in (last.offset_data + last.size // 2, last.offset):
         cut.write_bytes(whole[:n_bytes])
         second = tmp_path / f"second{n_bytes}"
-        with pytest.raises(StoreFault, match="; 1 of its checkpoints were entered before that"):
+        told = "or is cut short.*; 1 of its checkpoints were entered before that"
+        with pytest.raises(StoreFault, match=told):
             take(second, cut)
         assert len(list(second.glob("lpc-*.state"))) == 1
         imported = take(second, file)
@@ -337,7 +338,7 @@ def test_head_of_any_size_is_refused_before_it_is_read(
     with (bomb := tmp_path / "bomb").open("wb") as target:
         target.write(head.tobuf(tarfile.GNU_FORMAT) + file.read_bytes())
         target.truncate(max(0, min(size_bytes, 64 << 30)) + (1 << 20))
-    with pytest.raises(StoreFault, match="not what `export` writes; nothing of it was entered"):
+    with pytest.raises(StoreFault, match="`export` writes.*; nothing of it was entered"):
         take(tmp_path / "store", bomb)
 
 

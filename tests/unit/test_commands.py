@@ -12,6 +12,7 @@ from inspect import unwrap
 from io import StringIO
 from pathlib import Path
 from ssl import SSLError
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from proxy.cli.command import (
     table_of,
 )
 from proxy.cli.look import explanation_text, stats_rows
+from proxy.cli.serve import _listeners
 from proxy.cli.store import age_seconds, ls, named
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.core.rates import size_in_words
@@ -37,7 +39,7 @@ from proxy.explain.causes import Cause
 from proxy.explain.sketch import shortened
 from proxy.explain.views import Explanation, ListedCheckpoint, RequestRecord, Today, list_checkpoint
 from proxy.llama.requests import generation_route, header_request, parse_body, route_path
-from proxy.settings import NAMES
+from proxy.settings import NAMES, Settings
 from proxy.store.directory import keep_proxies_out
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
@@ -535,6 +537,13 @@ def test_proxy_may_open_as_many_files_as_its_user() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "4096 4096\n"
+
+
+def test_command_that_the_proxy_names_can_be_pasted_into_any_shell() -> None:
+    """zsh would look for a file of the name [::1]:8082."""
+    settings = Settings(slot_save_path=".", listen="[::1]:8081", admin="[::1]:8082")
+    bound: Any = SimpleNamespace(port=8081, admin_port=8082)
+    assert _listeners(settings, bound).endswith(" connect opencode --admin '[::1]:8082'")
 
 
 def test_commands_start_without_what_only_the_proxy_needs() -> None:

@@ -214,6 +214,7 @@ def test_plan_launch_without_a_model_says_that_it_is_a_router(
 ) -> None:
     told = launch(KNOWN | {"--models-dir"}, **given).warnings
     assert ["starts as a router" in warning for warning in told] == [True] * is_told
+    assert all("unless your script gives one" in warning for warning in told)
     assert launch(**given).warnings == []  # of builds without a router
 
 

@@ -78,8 +78,11 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("8081: listen", "expected `name: value` lines"),
     ("- a", "expected `name: value` lines"),
     ("a: [", ", line "),
-    ("log_level: info\nlisten:127.0.0.1:1", "line 2: expected `name: value` lines, without"),
-    ("\tlisten: 127.0.0.1:1", "line 1: expected `name: value` lines, without tabs"),
+    (
+        "log_level: info\nlisten:127.0.0.1:1",
+        "line 2: expected `name: value` lines, in UTF-8, without",
+    ),
+    ("\tlisten: 127.0.0.1:1", "line 1: expected `name: value` lines, in UTF-8, without tabs"),
     ("\xff\xfe", "expected `name: value` lines"),
 ]
 
