@@ -77,7 +77,7 @@ class Pool(Addresses):
 
         If it *may_reload* its model, it begins again when the host has unloaded the model meanwhile.
         """
-        epoch = servers[0].epoch
+        epoch, request.answered_at = servers[0].epoch, 0.0  # a try that failed was no answer
         server, process = await self.ready(servers)
         if process is None:
             is_lost = await server.is_lost()

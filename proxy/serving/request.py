@@ -119,7 +119,7 @@ class Request:
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.encoded, self.is_sent = (), False
-        self.answered_at, self.foresee, self.shared = 0.0, not_looked_up, ""
+        self.foresee, self.shared = not_looked_up, ""
         self.conversation, self.extends, self.is_brief, self.fetch_seconds = None, None, False, 0.0
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

@@ -85,6 +85,25 @@ async def test_request_that_could_not_be_sent_waits_too(
         assert rig.server.n_evaluated >= 300
 
 
+async def test_time_of_a_request_without_answer_goes_on_after_a_try_that_failed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, upstream_wait_seconds=1, **KEYS) as rig:
+        await rig.unwatched(monkeypatch)
+        gate = rig.server.hold("erase", n_calls=1)
+        await rig.chat("alice", key="alice")
+        body = {"messages": question("bob"), "max_tokens": 3}
+        asked = asyncio.ensure_future(rig.post(CHAT, body, key="bob"))
+        await gate.reached()
+        crashed_at = time.monotonic()
+        await rig.server.crash()
+        assert (await asked).status == 503
+        waited_seconds = time.monotonic() - crashed_at
+        async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+            (record,) = (await reply.json())["requests"]
+        assert record["outcome"] == "unanswered" and record["seconds"] > waited_seconds / 2
+
+
 async def test_client_that_leaves_frees_its_place(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
