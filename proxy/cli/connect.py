@@ -91,13 +91,13 @@ def connect(
     beside = other.read_text("utf-8", "replace") if other != own and other.exists() else ""
     if re.search(r'"(?!\$schema)\w+"\s*:', beside):
         hint = f"{other} is read too, and wins: change by hand what it already sets."
-    hints = hint, _short_context(n_ctx) if usual else "", proxy.why_forwarding(overview)
-    hint = "\n".join(filter(None, hints))
+    goes = f"goes into {file or usual}; --write merges it there" if usual and not write else ""
+    hints = goes, hint, _short_context(n_ctx) if usual else "", proxy.why_forwarding(overview)
+    hint = "\n".join(map(visible, filter(None, hints)))
     if not write:
-        shown = written(own, content)
-        if usual:
-            shown += f"\ngoes into {file or usual}; --write merges it there"
-        return answer(content, f"{shown}\n{hint}".rstrip())
+        answer(content, written(own, content).rstrip())
+        # Apart from the settings, which people send into a file, or to `env`.
+        return click.echo(f"\n{hint}\n" * bool(hint), err=True, nl=False)
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache."

@@ -258,4 +258,7 @@ def test_slot_that_is_too_small_for_an_agent_is_told(
     monkeypatch.setattr(RunningProxy, "model_that_runs", lambda *_: chosen)
     result = CliRunner().invoke(main, ["connect", "opencode"])
     assert result.exit_code == 0, result.output
-    assert ("A slot has 8,192 tokens, too few" in result.output) is is_told
+    assert ("A slot has 8,192 tokens, too few" in result.stderr) is is_told
+    assert json.loads(result.stdout)["model"] == "llamacpp/local-model", (
+        "it can be sent into a file"
+    )
