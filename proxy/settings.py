@@ -234,7 +234,7 @@ def parse_pairs(values: str) -> dict[str, str]:
 
 
 def upstream_urls(settings: Settings) -> list[str]:
-    """Return the base URLs of `upstream`; raises SettingsError if one is the proxy's own address."""
+    """Return the base URLs of `upstream`; raises SettingsError for the proxy's own and for doubles."""
 
     def places(address: str) -> set[str]:
         host, _, port = address.rpartition(":")
@@ -243,6 +243,9 @@ def upstream_urls(settings: Settings) -> list[str]:
 
     own = {place: name for name in ("listen", "admin") for place in places(getattr(settings, name))}
     urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
+    if len({url.replace("//localhost:", "//127.0.0.1:") for url in urls}) < len(urls):
+        # Each would take the other's requests for drift, and nothing would stay cached.
+        raise SettingsError("upstream: one address is there twice: give that of each llama-server")
     for url in urls:
         address = url.partition("://")[2].partition("/")[0]
         if found := places(address) & own.keys():  # it would ask itself without end

@@ -459,6 +459,19 @@ def test_upstream_that_is_the_proxy_itself_is_refused(
     assert done.exit_code == 2 and f"is the proxy's own `{name}`" in done.output
 
 
+@pytest.mark.parametrize(
+    "second", ["http://127.0.0.1:1", "http://127.0.0.1:1/", "http://localhost:1"]
+)
+def test_llama_server_that_is_named_twice_is_refused(tmp_path: Path, second: str) -> None:
+    """Two would believe that they alone use its slots. Models under one address are another matter."""
+    upstream = f"http://127.0.0.1:1, {second}"
+    told = ["doctor", "--slot-save-path", str(tmp_path), "--upstream"]
+    done = CliRunner().invoke(main, [*told, upstream])
+    assert done.exit_code == 2 and "one address is there twice" in done.output
+    done = CliRunner().invoke(main, [*told, upstream + "/upstream/a"])
+    assert "one address is there twice" not in done.output
+
+
 @pytest.mark.parametrize("command", ["doctor", "check", "export 5d3a90c2 -o /dev/null --yes"])
 def test_upstream_that_is_not_asked_may_be_the_proxy_itself(tmp_path: Path, command: str) -> None:
     """`run` listens there, and starts llama-server elsewhere; doctor asks the proxy that runs."""
