@@ -221,40 +221,41 @@ POINTS_PER_REQUEST = 3
 def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...]:
     """Return the points that an evaluation of the tokens from *n_from* to *n_to* may make, ascending.
 
-    The last one, near the end, is made for certain if there are so many tokens. Another one lies a physical
-    batch before that, or where the evaluation begins, whichever is later. If the prompt *has_messages*,
+    The last one is made for certain: near the end, or where the evaluation begins if that is later. Another
+    one lies a physical batch before that, or where the evaluation begins. If the prompt *has_messages*,
     llama-server makes one where the newest user message begins, and one at each user message that begins
     over MIN_STEP_TOKENS behind the last point; nobody tells where, so they count as many as they can be.
     """
-    newest = n_to - CONTEXT_CHECKPOINT_MARGIN
+    newest = max(n_from, n_to - CONTEXT_CHECKPOINT_MARGIN)
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    earlier = range(n_from + MIN_STEP_TOKENS + 1, n_before, MIN_STEP_TOKENS + 1)
+    first = (
+        n_from + MIN_STEP_TOKENS + 1 if n_from > 0 else 1
+    )  # none lies before the first user message
+    earlier = range(first, n_before, MIN_STEP_TOKENS + 1)
     made = (*earlier, n_before, n_before + 2, newest) if has_messages else (n_before, newest)
-    return tuple(n for n in made if 0 < n <= newest)
+    return tuple(sorted({n for n in made if 0 < n <= newest}))
 
 
 def points_after(points: Sequence[int], made: Sequence[int], n_kept: int) -> tuple[int, ...]:
-    """Return the points of a slot, ascending, after one request has *made* more of them.
+    """Return the points of a slot, the oldest first, after one request has *made* more of them.
 
     Once the slot has all but one of the *n_kept* that it may have, llama-server drops points within
     MIN_STEP_TOKENS behind the one before, the lowest first, but none of this request. The lowest of all
     goes only if the slot is full all the same.
     """
-    if not n_kept:
-        return ()
     kept = list(points)
     for point in made:
-        at, before = 0, None
+        at = 1
         while len(kept) >= n_kept - 1 and at < len(kept):
-            if before is not None and kept[at] <= before + MIN_STEP_TOKENS and kept[at] not in made:
+            if kept[at] <= kept[at - 1] + MIN_STEP_TOKENS and kept[at] not in made:
                 del kept[at]
             else:
-                at, before = at + 1, kept[at]
+                at += 1
         kept = kept[max(0, len(kept) - n_kept + 1) :]
         # One at the same tokens is made again; a prediction may be a token too low.
-        if not kept or point > kept[-1] + 1:
+        if not kept or point not in (kept[-1], kept[-1] + 1):
             kept.append(point)
-    return tuple(kept)
+    return tuple(kept) if n_kept else ()
 
 
 def stops_with_room(n_kept: int) -> int:

@@ -416,18 +416,19 @@ def _within(n_tokens: int, n_cut: int) -> int:
 def after_evaluation(
     before: Content,
     prompt: Prompt,
+    rule: Rule,
     *,
     n_reused: int,
     n_generated: int = 0,
     n_kept: int = MAX_CONTEXT_CHECKPOINTS,
-    stride_tokens: int = 1,
 ) -> Known:
     """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the first *n_reused* tokens are
-    gone, or were never there. A new context checkpoint lies shortly before the prompt's end, if that is
-    *stride_tokens* behind the last one. The slot keeps *n_kept* context checkpoints.
+    gone, or were never there. A new context checkpoint lies shortly before the prompt's end; under *end
+    only* it must not be near the last one. The slot keeps *n_kept* context checkpoints.
     """
+    stride_tokens = rule.stride_tokens if rule.is_end_only else 1
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
@@ -443,7 +444,9 @@ def after_evaluation(
         newest -= UBATCH_TOKENS  # the one near the end would be too near to the one before it
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
-    made = points_made(n_reused, len(tokens), has_messages=bool(prompt.conversation))
+    # A sliding window is continued one token before each context checkpoint.
+    n_from = n_reused - 1 if rule.end_holds_from else n_reused
+    made = points_made(n_from, len(tokens), has_messages=bool(prompt.conversation))
     possible = points_after([p for p in old.possible_points if p <= n_reused], made, n_kept)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
     # takes over, the user goes back and edits. The next request then shares the tokens before that message.

@@ -293,8 +293,7 @@ class CachedRequest:
     async def _send(self, *, can_reuse: bool) -> Answer:
         """Send the request to its prepared slot."""
         raw = pin(self._body, self._plan.slot_id, reuses=can_reuse)
-        launches = self._process.launches
-        return await launches.send(self._turn, self._request, raw, self._note_running)
+        return await self._process.launches.send(self._turn, self._request, raw, self._note_running)
 
     def _note_running(self) -> None:
         self._process.queue.note_running(self._plan.slot_id)

@@ -255,10 +255,10 @@ class Process(ServerServices):
         return slots.after_evaluation(
             before,
             prompt,
+            self.rule,
             n_reused=timings.cache_n,
             n_generated=timings.predicted_n,
             n_kept=self.n_kept_points,
-            stride_tokens=self.rule.stride_tokens if self.rule.is_end_only else 1,
         )
 
     # Slots as llama-server sees them.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.model import Prompt
-from proxy.core.slots import Content, Empty, after_evaluation
+from proxy.core.model import FULL_WINDOW_TOKENS, Prompt, Rule, RuleKind
+from proxy.core.slots import Content, Empty, after_evaluation, as_saved
 from proxy.core.tokens import token_ids
 from proxy.llama.files import read_state_file
 from tests.lab.models import model_path
@@ -69,6 +69,11 @@ def grown(bench: Bench, *lengths: int, name: str, slot: int = 0) -> Path:
         bench.complete(prompt(n_tokens), n_predict=0, id_slot=slot)
     bench.post(f"/slots/{slot}?action=save", {"filename": name})
     return bench.directory / name
+
+
+def rule_of(bench: Bench) -> Rule:
+    is_windowed = bench.server.model.stem == "swa-tiny"
+    return Rule(RuleKind.RESTORE_POINTS, FULL_WINDOW_TOKENS if is_windowed else 0)
 
 
 def end_of(bench: Bench) -> int:
@@ -149,11 +154,30 @@ def test_slot_has_the_points_that_are_predicted(forgetful: Bench) -> None:
     for tokens in (*grown, diverging_at(1700), prompt(2500)):
         evaluated = Prompt(token_ids(tokens), NAMESPACE)
         n_here = n_reused(forgetful.complete(tokens, n_predict=0))
-        held = after_evaluation(held, evaluated, n_reused=n_here, n_kept=N_KEPT_BY_SERVER)
+        rule, n_kept = rule_of(forgetful), N_KEPT_BY_SERVER
+        held = after_evaluation(held, evaluated, rule, n_reused=n_here, n_kept=n_kept)
         forgetful.post("/slots/0?action=save", {"filename": "now"})
         saved = read_state_file(forgetful.directory / "now").restore_points
         assert saved == pytest.approx(held.possible_points, abs=1)
         assert saved[-1] == pytest.approx(held.restore_points[-1], abs=1)
+
+
+def test_points_are_counted_where_a_prompt_comes_again_or_leaves_a_restored_state(
+    bench: Bench,
+) -> None:
+    bench.post("/slots/0?action=erase", {})
+    held: Content = Empty()
+    leaving = [[*prompt(n - 3), *range(50, 200)] for n in (1500, 2100)]
+    for tokens in (prompt(1500), prompt(1500), leaving[0], prompt(2100), leaving[1], leaving[1]):
+        evaluated = Prompt(token_ids(tokens), NAMESPACE)
+        n_here = n_reused(bench.complete(tokens, n_predict=0, id_slot=0))
+        held = after_evaluation(held, evaluated, rule_of(bench), n_reused=n_here)
+        bench.post("/slots/0?action=save", {"filename": "now"})
+        saved = read_state_file(bench.directory / "now").restore_points
+        assert saved == pytest.approx(sorted(held.possible_points), abs=1)
+        bench.post("/slots/0?action=erase", {})
+        bench.post("/slots/0?action=restore", {"filename": "now"})
+        held = as_saved(held, NAMESPACE, evaluated.tokens, saved)
 
 
 def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:

@@ -8,19 +8,28 @@ from hypothesis import strategies as st
 
 from proxy.core import slots
 from proxy.core.cuts import CONTEXT_CHECKPOINT_MARGIN, MAX_CONTEXT_CHECKPOINTS
-from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
+from proxy.core.model import FAR_TOKENS, NO_CUTS, CheckpointId, Cuts, Prompt, Rule
 from proxy.core.slots import Content, Empty, Known, Origin, Unknown
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
-from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
+from tests.unit.builders import END_ONLY, NAMESPACE, OTHER_NAMESPACE, RESTORE_POINTS, branch, run_of
+
+FAR_APART = replace(END_ONLY, stride_tokens=FAR_TOKENS)
+WINDOW = replace(RESTORE_POINTS, end_holds_from=513)
 
 
 def after_evaluation(
-    before: Content, tokens: TokenIds, namespace: Namespace, cuts: Cuts = NO_CUTS, **how: int
+    before: Content,
+    tokens: TokenIds,
+    namespace: Namespace,
+    cuts: Cuts = NO_CUTS,
+    *,
+    rule: Rule = RESTORE_POINTS,
+    **how: int,
 ) -> Known:
     if "n_reused" not in how:
         held = before.tokens if isinstance(before, Known) else tokens[:0]
         how["n_reused"] = common_prefix_length(held, tokens)
-    return slots.after_evaluation(before, Prompt(tokens, namespace, cuts), **how)
+    return slots.after_evaluation(before, Prompt(tokens, namespace, cuts), rule, **how)
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
@@ -71,9 +80,9 @@ def test_after_evaluation_knows_which_files_the_state_goes_back_to(
 def test_after_evaluation_where_points_are_far_apart_believes_in_the_first(
     n_tokens: int, points: tuple[int, ...]
 ) -> None:
-    held = after_evaluation(Empty(), run_of(n_tokens), NAMESPACE, stride_tokens=8192)
+    held = after_evaluation(Empty(), run_of(n_tokens), NAMESPACE, rule=FAR_APART)
     assert held.restore_points == points
-    later = after_evaluation(held, run_of(n_tokens + 1000), NAMESPACE, stride_tokens=8192)
+    later = after_evaluation(held, run_of(n_tokens + 1000), NAMESPACE, rule=FAR_APART)
     assert later.restore_points == points
     near = after_evaluation(Empty(), run_of(n_tokens), NAMESPACE)
     assert near.restore_points == (n_tokens - 5,), "elsewhere in the last"
@@ -81,7 +90,7 @@ def test_after_evaluation_where_points_are_far_apart_believes_in_the_first(
 
 def test_after_evaluation_of_few_new_tokens_believes_in_the_point_near_their_end() -> None:
     before = Known(run_of(5000), NAMESPACE)
-    held = after_evaluation(before, run_of(5300), NAMESPACE, stride_tokens=8192)
+    held = after_evaluation(before, run_of(5300), NAMESPACE, rule=FAR_APART)
     assert held.restore_points == (5295,)
 
 
@@ -133,7 +142,7 @@ def test_after_evaluation_marks_where_the_newest_user_message_was_changed(
 
 def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
     before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
-    held = after_evaluation(before, run_of(200), NAMESPACE)
+    held = after_evaluation(before, run_of(200), NAMESPACE, n_reused=0)
     assert (held.restore_points, held.n_saved, held.tenant) == ((195,), 0, NAMESPACE)
 
 
@@ -159,6 +168,36 @@ def test_after_evaluation_forgets_points_that_llama_server_would_have_reused() -
     held = after_evaluation(held, run_of(4000), NAMESPACE)
     less = after_evaluation(held, branch(3100, 3200), NAMESPACE, n_reused=2484)
     assert (less.restore_points, less.possible_points) == ((3195,), (2483, 2683, 3195))
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "n_reused", "real"),
+    [
+        (3987, 3836, (3455, 3529, 3835, 3836, 3877, 3982)),  # a user message begins at 3877
+        (3841, 3836, (3455, 3529, 3835, 3836)),
+        (3842, 3840, (3455, 3529, 3836, 3839)),
+    ],
+)
+def test_after_evaluation_of_a_window_counts_the_points_that_llama_server_makes(
+    n_prompt: int, n_reused: int, real: tuple[int, ...]
+) -> None:
+    """After a restore of a state of 3,841 tokens: a window goes on one token before each point."""
+    points = (3455, 3529, 3836)
+    before = Known(run_of(3841), NAMESPACE, restore_points=points, possible_points=points)
+    prompt = Prompt(run_of(n_prompt), NAMESPACE, conversation=b"digests")
+    held = slots.after_evaluation(before, prompt, WINDOW, n_reused=n_reused)
+    assert len(held.possible_points) == len(real)
+    again = slots.after_evaluation(held, prompt, WINDOW, n_reused=n_reused)
+    assert len(again.possible_points) == len(real)
+
+
+def test_after_evaluation_of_two_more_tokens_believes_in_no_point_before_them() -> None:
+    """llama-server makes its point where the evaluation begins."""
+    held = after_evaluation(Empty(), run_of(900), NAMESPACE, n_generated=1)
+    held = after_evaluation(held, run_of(2000), NAMESPACE)
+    held = replace(held, tokens=run_of(3000))
+    held = after_evaluation(held, run_of(3002), NAMESPACE, n_reused=3000)
+    assert (held.restore_points, held.possible_points[-1]) == ((895, 1995), 3000)
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))

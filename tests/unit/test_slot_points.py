@@ -44,6 +44,8 @@ def test_points_are_made_near_the_end_and_a_batch_before_or_where_the_evaluation
     assert points_made(0, 9891, has_messages=False) == (9374, 9886)
     assert points_made(9300, 9891, has_messages=True) == (9374, 9376, 9886)
     assert points_made(9700, 9891, has_messages=False) == (9700, 9886)
+    assert points_made(9889, 9891, has_messages=True) == (9889,)
+    assert points_made(0, 9891, has_messages=True) == (1, 8194, 9374, 9376, 9886)
     assert points_made(0, 100, has_messages=False) == (95,)
     assert points_made(0, 4, has_messages=True) == ()
 

@@ -7,7 +7,7 @@ from proxy.core.cuts import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.model import Prompt
 from proxy.core.saving import StateSize, expected_bytes, extent_of
 from proxy.core.slots import TAINTED, Empty, Known, Unknown, after_evaluation
-from tests.unit.builders import NAMESPACE, run_of
+from tests.unit.builders import NAMESPACE, RESTORE_POINTS, run_of
 
 EXTENTS = st.tuples(st.integers(1, 100_000), st.integers(0, 32))
 
@@ -58,12 +58,16 @@ def test_expected_bytes_is_an_upper_bound(
 
 
 def test_extent_of_a_slot_counts_every_evaluation_since_it_was_known() -> None:
-    first = after_evaluation(Empty(), Prompt(run_of(1000), NAMESPACE), n_reused=0, n_generated=9)
+    first = after_evaluation(
+        Empty(), Prompt(run_of(1000), NAMESPACE), RESTORE_POINTS, n_reused=0, n_generated=9
+    )
     assert extent_of(first) == (1008, 5)
-    longer = after_evaluation(first, Prompt(run_of(1200), NAMESPACE), n_reused=1000)
+    longer = after_evaluation(first, Prompt(run_of(1200), NAMESPACE), RESTORE_POINTS, n_reused=1000)
     assert extent_of(longer) == (1200, 7)
     restored = Known(run_of(100), NAMESPACE, possible_points=tuple(range(29)))
-    longer = after_evaluation(restored, Prompt(run_of(200), NAMESPACE), n_reused=100)
+    longer = after_evaluation(
+        restored, Prompt(run_of(200), NAMESPACE), RESTORE_POINTS, n_reused=100
+    )
     assert extent_of(longer) == (200, 34)
 
 
