@@ -106,14 +106,14 @@ def is_cut_at_risk(rule: Rule, content: Content, n_kept: int) -> bool:
     """
     if not rule.is_restore_points or not isinstance(content, Known):
         return False
-    n_tokens = content.n_tokens
-    made = points_made(n_tokens, n_tokens + UBATCH_TOKENS, has_messages=True)
+    made = points_made(content.n_tokens, content.n_tokens + UBATCH_TOKENS, has_messages=True)
     left = points_after(content.possible_points, made, n_kept)
     lost = tuple(point for point in content.restore_points if point not in left)
-    return any(
-        is_near(lost, n_cut) and not is_near(content.saved_points, n_cut)
-        for n_cut in (content.header, content.turn_start, *content.marks[-1:])
-    )
+    # A file with a point behind a cut was saved when the slot had the cut's own point, too. If that file
+    # does not have it, it was not worth its bytes.
+    n_in_file = max(content.saved_points, default=0) + SLACK_TOKENS
+    cuts = (content.header, content.turn_start, *content.marks[-1:])
+    return any(n_cut > n_in_file and is_near(lost, n_cut) for n_cut in cuts)
 
 
 # Which context checkpoints of a saved state are worth their bytes.

@@ -181,6 +181,13 @@ def test_place_at_risk_that_a_file_can_be_continued_at_is_safe() -> None:
     assert is_at_risk(looped(20, saved_points=(195, 500 - SLACK_TOKENS - 1)))
 
 
+def test_place_at_risk_for_which_a_file_has_no_bytes_is_not_saved_again() -> None:
+    """A short message begins where the turn before ended: a file keeps the point at the message's end."""
+    mark = {"header": 200, "turn_start": 600, "marks": (500,)}
+    assert is_at_risk(looped(20, saved_points=(195,), **mark))
+    assert not is_at_risk(looped(20, saved_points=(195, 595, 2495), **mark))
+
+
 def test_place_that_the_slot_has_lost_already_is_no_reason_to_save() -> None:
     points = tuple(range(2000, 3000, 50))
     content = Known(run_of(3000), NAMESPACE, restore_points=points, header=200, turn_start=500)
