@@ -243,3 +243,25 @@ async def test_no_answer_is_made_from_a_context_checkpoint_of_another_first_toke
             await rig.settled()
         cold = await rig.post("/completion", body | {"prompt": tokens, "cache_prompt": False})
         assert distance(warm, cold) <= LOGPROB_BAR
+
+
+async def test_state_of_a_client_that_left_is_kept_though_a_point_just_below_is_reused(
+    start_rig: StartRig,
+) -> None:
+    """Of a window's two points that are near, llama-server takes the one that it made last."""
+    body = {"n_predict": 8, "temperature": 0, "ignore_eos": True}
+    first, others = prompt(1500), list(range(50, 200))
+    async with start_rig("swa", n_slots=1, n_ctx=16384) as rig:
+        await rig.post("/completion", body | {"prompt": first})
+        await rig.settled()
+        await rig.restart()
+        endless = body | {"prompt": first + others, "n_predict": 4000, "stream": True}
+        async with rig.client.post(rig.base_url + "/completion", json=endless) as running:
+            await running.content.readline()
+        await rig.settled()
+        await rig.restart()
+        tokens = first + others[:20] + others[:60]
+        reply = await rig.post("/completion", body | {"prompt": tokens})
+        assert reply["timings"]["cache_n"] == len(first) - 6
+        assert rig.sample("restore_ineffective_total") == 0
+        await rig.reasons_are()
