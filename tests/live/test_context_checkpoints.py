@@ -262,6 +262,7 @@ async def test_state_of_a_client_that_left_is_kept_though_a_point_just_below_is_
         await rig.restart()
         tokens = first + others[:20] + others[:60]
         reply = await rig.post("/completion", body | {"prompt": tokens})
+        await rig.settled()
         assert reply["timings"]["cache_n"] == len(first) - 6
         assert rig.sample("restore_ineffective_total") == 0
         await rig.reasons_are()
