@@ -196,12 +196,12 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
-    order = {slot.id: (not _has_brief(slot, prompt), slot.used_at, slot.id) for slot in free}
+    likely = {s.id: (not _has_brief(s, prompt), -promised_tokens(prompt, now, s)) for s in free}
+    order = {slot.id: (*likely[slot.id], slot.used_at, slot.id) for slot in free}
     options.sort(key=lambda o: (o.total_seconds, order[o.slot_id]))
     best = _steadiest(options)
     n_enough = best.n_reused + WORTH_WAITING_TOKENS
-    closing = (slot for slot in now.slots if slot.is_closing)
-    if any(promised_tokens(prompt, now, slot) > n_enough for slot in closing):
+    if any(s.is_closing and promised_tokens(prompt, now, s) > n_enough for s in now.slots):
         return None
     if any(_is_done_sooner(prompt, now, state, best) for state in now.expected):
         return None
@@ -307,13 +307,12 @@ def _steadiest(options: list[Start]) -> Start:
     cheapest = options[0]
     n_enough = cheapest.n_reused + STEADY_TOKENS
     most_seconds = cheapest.total_seconds + saving.STEADY_SECONDS
-    alike = (o for o in options if o.total_seconds <= most_seconds)
-    more = [o for o in alike if o.n_reused >= n_enough]
+    more = [o for o in options if o.total_seconds <= most_seconds and o.n_reused >= n_enough]
     return max(more, key=lambda o: o.n_reused, default=cheapest)
 
 
 def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
-    """Return how many tokens a prompt can probably reuse of a closing slot, if it waits for the slot."""
+    """Return how many tokens a prompt can probably reuse of a slot that is free, or closing."""
     content, tokens = slot.content, prompt.tokens
     if slot.answered_for is not None and slot.destined:  # what it holds is about to be known
         is_ours = slot.answered_for == prompt.namespace
@@ -347,7 +346,10 @@ def expected_tokens(prompt: Prompt, rule: Rule, state: model.ExpectedState) -> i
 
 def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[SlotId, int]) -> Plan:
     """Return the plan that takes the first of the *options*; *shared*: how many tokens each slot shares."""
-    n_reused = options[0].n_reused
+    best, n_reused = options[0], options[0].n_reused
+    if not (best.restored or best.erases):
+        # A stop before what the slot probably holds would cut it back.
+        n_reused = promised_tokens(prompt, now, next(s for s in now.slots if s.id == best.slot_id))
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     shares_header = _shares_header(now, cuts, n_reused)
@@ -373,7 +375,7 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
         n_inside=0 if now.n_busy else stops_with_room(now.n_kept_points),
     )
     return Plan(
-        start=options[0],
+        start=best,
         stops=stops,
         cuts=cuts,
         why=_why(now.rule, options),
@@ -402,8 +404,7 @@ def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
     if len(now.slots) == 1 or n_reused >= cuts.shared:
         return False
     save_seconds = now.rates.save_seconds(saving.expected_bytes(now.sizes, cuts.shared, 2) or 0)
-    evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.shared)
-    return evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
+    return now.rates.evaluation_seconds(n_reused, cuts.shared) > SHARED_HEADER_SAVES * save_seconds
 
 
 def _why(rule: Rule, options: list[Start]) -> Why:

@@ -238,6 +238,23 @@ def test_plan_erases_a_slot_whose_tokens_are_not_known_unless_it_begins_like_the
         assert not plan(1000, ANY_PREFIX, content).start.erases
 
 
+@pytest.mark.parametrize("rule", [RESTORE_POINTS, ANY_PREFIX, NOTHING])
+def test_plan_goes_on_where_the_prompt_was_abandoned_and_does_not_cut_it_back(rule: Rule) -> None:
+    """The slot could not be saved, so nobody knows how far the evaluation came."""
+    abandoned = Unknown(NAMESPACE, can_be_adopted=False, likely=run_of(900))
+    cuts = Cuts(header=300, turn_start=950)
+    for contents, slot_id in (((Empty(), abandoned), 1), ((Unknown(NAMESPACE), abandoned), 1)):
+        made = plan(1000, rule, *contents, cuts=cuts)
+        assert (made.slot_id, made.start.n_reused, made.start.erases) == (slot_id, 0, False)
+        assert {stop.n_tokens for stop in made.stops} <= {950}
+
+
+def test_plan_stops_again_in_an_abandoned_slot_that_has_to_be_erased() -> None:
+    abandoned = Unknown(NAMESPACE, likely=run_of(900), origin=Origin(900))
+    made = plan(1000, END_ONLY, abandoned, cuts=Cuts(header=300))
+    assert (made.start.erases, made.stops[0].n_tokens) == (True, 300)
+
+
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     made = plan(500, END_ONLY, RESTORED)
     assert (made.start.erases, made.start.kind) == (True, "nothing")
