@@ -228,10 +228,9 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
     """
     newest = max(n_from, n_to - CONTEXT_CHECKPOINT_MARGIN)
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    first = (
-        n_from + MIN_STEP_TOKENS + 1 if n_from > 0 else 1
-    )  # none lies before the first user message
-    earlier = range(first, n_before, MIN_STEP_TOKENS + 1)
+    # Of a slot without any point the first user message is as far behind the last one as it need be.
+    n_first = n_from + MIN_STEP_TOKENS + 1 if n_from > 0 else 1
+    earlier = range(n_first, n_before, MIN_STEP_TOKENS + 1)
     made = (*earlier, n_before, n_before + 2, newest) if has_messages else (n_before, newest)
     return tuple(sorted({n for n in made if 0 < n <= newest}))
 
