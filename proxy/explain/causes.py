@@ -49,7 +49,7 @@ class Cause(StrEnum):
     `sticky_date` lets a conversation keep the time that it began with; a new one has the new time.
     """
     SESSION = "session id"
-    """An id, a temporary path or an address that names the session has changed.
+    """An id, a time to the second, a temporary path or an address that names the session has changed.
 
     Have the client name its session behind what sessions share, or not at all.
 

@@ -144,7 +144,8 @@ def _cause(pair: _Pair) -> Cause:
     in_header = pair.part in HEADER
     if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
-    if (in_header or pair.is_same) and pair.is_by(is_date):
+    # The second at which another session began names that session.
+    if (pair.is_same or (in_header and not pair.is_by(is_id))) and pair.is_by(is_date):
         return Cause.DATE
     if (in_header or pair.is_same or pair.is_by(is_reminder)) and pair.is_by(is_id):
         return Cause.SESSION
@@ -224,7 +225,7 @@ _ITEM = "|".join(
         r"\b20\d{2}\b",
     )
 )
-_DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,]|\bat\b){{0,4}}(?:{_ITEM}))*")
+_DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,(—–-]|\(\d\)|\bat\b){{0,4}}(?:{_ITEM}))*")
 
 
 class _TextBlock(NamedTuple):

@@ -54,6 +54,9 @@ A, B, C = tool("alpha"), tool("beta"), tool("gamma")
 HEADERS = [
     ("It is 21 November 2026. " + LONG, "It is 22 November 2026. " + LONG, Cause.DATE),
     (LONG + "Now: 14:03:10." + LONG, LONG + "Now: 9:15:59." + LONG, Cause.DATE),
+    ("On 2026-11-29 (Sunday). " + LONG, "On 2026-11-30 (Monday). " + LONG, Cause.DATE),
+    ("Now: 2026-11-21 (0) 9:02." + LONG, "Now: 2026-11-22 (1) 9:05." + LONG, Cause.DATE),
+    ("On 2026-11-21 — 10:02" + LONG, "On 2026-11-22 — 11:45" + LONG, Cause.DATE),
     (LONG + "Port 8080." + LONG, LONG + "Port 9090." + LONG, Cause.SYSTEM_TEXT),
     (f"{LONG}CHAT_ID: conv-1\n{LONG}", f"{LONG}CHAT_ID: conv-2\n{LONG}", Cause.SESSION),
     (LONG + "/tmp.kXwvQzPl/a" + LONG, LONG + "/tmp.bRmtHyWc/a" + LONG, Cause.SESSION),
@@ -85,6 +88,13 @@ def test_change_of_the_tools_is_named(
 ) -> None:
     named = change(seen(LONG, *TALK, tools=new), seen(LONG, *TALK, tools=old))
     assert named == (cause, PromptPart.TOOLS, None)
+
+
+def test_second_at_which_another_session_began_names_that_session() -> None:
+    """OpenHands: no date to keep helps a new conversation, `sticky_session` does."""
+    new, old = (seen(f"{LONG}It is 2026-11-29T20:5{m}:26.085602\n{LONG}", *TALK) for m in "12")
+    assert change(new, old, is_same=False)[0] is Cause.SESSION
+    assert change(new, old)[0] is Cause.DATE
 
 
 def test_other_tools_and_system_prompt_are_another_mode_or_another_agent() -> None:

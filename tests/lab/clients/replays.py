@@ -1,4 +1,4 @@
-"""What clients of November 2026 change between two sessions or two turns: rows C1 to X11.
+"""What clients of November 2026 change between two sessions or two turns: rows C1 to X12.
 
 A row is the same requests twice: as the client sends them, and as they were if it changed nothing. What is
 evaluated for the one beyond the other is what the change costs. `TAG` stands at the top of the system
@@ -33,6 +33,7 @@ SESSIONS = ("session_01HqzX8vT3kYw2Rb", "session_01JmnP4cD9fLs7Ue", "session_01K
 DAYS = ("Saturday, November 21, 2026", "Sunday, November 22, 2026", "Monday, November 23, 2026")
 ISO = ("2026-11-21", "2026-11-22", "2026-11-23")
 CLOCKS = ("10:02", "10:17", "11:45")
+ISO_DAYS = tuple(f"{iso} ({day.partition(',')[0]})" for iso, day in zip(ISO, DAYS, strict=True))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Replay:
     @property
     def is_one_conversation(self) -> bool:
         """Whether the last request goes on from the first one."""
-        return self.name.split()[0] not in ("C1", "C3", "C6", "C7", "X4")
+        return self.name.split()[0] not in ("C1", "C3", "C6", "C7", "X4", "X12")
 
 
 def tagged(body: Body, tag: str) -> Body:
@@ -196,6 +197,11 @@ def _p2(i: int, cleared: str) -> Body:
     kept = {"role": "tool", "tool_call_id": "call_20", "content": cleared}
     sent = (kept if m.get("tool_call_id") == "call_20" and cleared else m for m in turn)
     return _chat(*sent, *oc.step(70))
+
+
+def _x12(i: int, stamp: str) -> Body:
+    lines = f"<CURRENT_DATETIME>\nThe current date and time is: {stamp}\n</CURRENT_DATETIME>"
+    return _chat(oc.user(PROMPTS[i]), line=lines)
 
 
 def _p3(i: int, stamp: str) -> Body:
@@ -381,8 +387,15 @@ REPLAYS = (
     ),
     _turns_of_chat(
         "X9 oh-my-pi",
-        "oh-my-pi: `Today is …`",
-        tuple(f"Today is {day}, and the current working directory is /work." for day in ISO),
+        "oh-my-pi: `Today: …` in the first message",
+        tuple(f"Today: {day}; current working directory: '/work'." for day in ISO),
+        front=True,
+        **DATE,
+    ),
+    _turns_of_chat(
+        "X9 vibe",
+        "Mistral Vibe: `Today's date is …`",
+        tuple(f"Today's date is {day}." for day in ISO_DAYS),
         **DATE,
     ),
     _turns_of_chat(
@@ -409,13 +422,24 @@ REPLAYS = (
     _turns_of_chat(
         "X11 nanobot",
         "nanobot: `## Current Time`",
-        tuple(f"## Current Time\n{day} {c} (Sunday)" for day, c in zip(ISO, CLOCKS, strict=True)),
+        tuple(
+            f"## Current Time\n{iso} {clock} ({day.partition(',')[0]})"
+            for iso, clock, day in zip(ISO, CLOCKS, DAYS, strict=True)
+        ),
         **DATE,
     ),
     _turns_of_chat(
         "X11 LibreChat",
         "LibreChat: `Current Date & Time`",
-        tuple(f"Current Date & Time: {d} (0) {c}" for d, c in zip(ISO, CLOCKS, strict=True)),
+        tuple(f"Current Date & Time: {ISO[i]} ({i}) {CLOCKS[i]}" for i in range(3)),
         **DATE,
+    ),
+    _replay(
+        "X12",
+        "OpenHands: `The current date and time is:` to the second",
+        Route.CHAT,
+        _x12,
+        tuple(f"{day}T10:02:1{i}.085602" for i, day in enumerate(ISO)),
+        **SESSION,
     ),
 )
