@@ -55,8 +55,12 @@ class ScriptedServer(LlamaServer):
 
     async def __aenter__(self) -> "ScriptedServer":
         """Begin to listen; the llama-server behind may be started and stopped meanwhile."""
-        timeout = aiohttp.ClientTimeout(total=600)
-        self._client = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        # llama-server closes idle connections at any time, and a POST on one of those fails.
+        session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=600),
+            connector=aiohttp.TCPConnector(force_close=True),
+        )
+        self._client = await self._stack.enter_async_context(session)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
