@@ -138,6 +138,11 @@ class Rebuild:
     """Why, by file name; what is UNREADABLE may be read another time."""
 
     @property
+    def is_damage(self) -> bool:
+        """Whether anything was wrong: a crash in a save leaves a whole state without its entry."""
+        return bool(self.lost) or self.reason not in ("", LACKING)
+
+    @property
     def words(self) -> str:
         """The reason and the outcome for the states, for a log line."""
         told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
@@ -152,9 +157,10 @@ class StoreDirectory:
         """Lock and open the store in the directory *path*; `rebuild` says why its index was made anew.
 
         A damaged index is made anew from the states, at about a millisecond each; without *mends_index*
-        IndexDamaged is raised instead, and nothing is removed. Raises StoreLocked if another process has
-        the directory, StoreFault if the directory cannot be used. If the directory cannot be written, a
-        copy of its index is used. With *reads_all* every record is read.
+        IndexDamaged is raised instead, and nothing is removed. States that a crash in a save has left
+        without an entry are entered. Raises StoreLocked if another process has the directory, StoreFault if
+        the directory cannot be used. If the directory cannot be written, a copy of its index is used. With
+        *reads_all* every record is read.
         """
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
             raise StoreFault(f"{path}: this user may not read it")
@@ -197,12 +203,12 @@ class StoreDirectory:
     def _require_whole(self, names: Iterable[str], *, mends_index: bool, reads_all: bool) -> None:
         flaw = self.index.inconsistency(reads_all=reads_all)
         lacking = [] if flaw else self._unentered(names, recorded=not self.index.flaw)
-        if (flaw or lacking) and not mends_index:
-            raise IndexDamaged(self.files.directory / "index", flaw or self.index.flaw or LACKING)
+        if (damage := flaw or (lacking and self.index.flaw)) and not mends_index:
+            raise IndexDamaged(self.files.directory / "index", damage)
         if flaw:
             self.make_index_anew(flaw)
         elif lacking:
-            self._enter_states(self.index.flaw or LACKING, lacking)
+            self._enter_states(self.index.flaw or LACKING, lacking, removes_lost=mends_index)
 
     def require_writable(self) -> None:
         """Raise StoreFault if nothing can be changed, because the index is a copy."""
@@ -330,8 +336,10 @@ class StoreDirectory:
         lacking = [n for n in names if n.endswith(".state") and id_of(n) not in entered]
         return [n for n in lacking if not recorded or files.path(files.sidecar_name(n)).exists()]
 
-    def _enter_states(self, reason: str, states: Iterable[str]) -> None:
-        """Enter states without an entry; delete those that cannot be entered.
+    def _enter_states(
+        self, reason: str, states: Iterable[str], *, removes_lost: bool = True
+    ) -> None:
+        """Enter states without an entry; with *removes_lost* delete those that cannot be entered.
 
         A state that cannot be read is tried again at each opening; if this is interrupted, the next opening
         goes on.
@@ -345,7 +353,7 @@ class StoreDirectory:
             self.index.put(*entries)
             rebuild.n_entered += len(entries)
         for name, why in rebuild.lost.items():
-            if why != UNREADABLE:
+            if removes_lost and why != UNREADABLE:
                 with suppress(OSError):
                     self.files.remove(name)
 

@@ -25,6 +25,7 @@ from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StateFileMalformed, StoreFault, in_words
 from proxy.llama.files import StateFile, read_state_file
 from proxy.store.directory import (
+    LACKING,
     LOCK_NAME,
     MOST_RECORD_BYTES,
     SECRET_NAME,
@@ -112,7 +113,7 @@ def examine(store: StoreDirectory, note: Note) -> list[Problem]:
     for checkpoint in checkpoints:
         if any(checkpoint.may_stem_from(damaged) for damaged in changed):
             kinds.setdefault(checkpoint, ProblemKind.MADE_OF_CHANGED)
-    problems = _mended_by_opening(store.rebuild) if store.rebuild.reason else []
+    problems = _found_by_opening(store.rebuild) if store.rebuild.is_damage else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
     named = {c.file_name for c in checkpoints} | {problem.name for problem in problems}
     unnamed = {*store.half, *store.files.names()} - named - {*map(store.files.sidecar_name, named)}
@@ -141,9 +142,10 @@ def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> Pr
     return None if read_sidecar(store.files, name) else ProblemKind.RECORD_GONE
 
 
-def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
-    """Return the damage of an index that was made anew, and the states lost by that."""
-    problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)]
+def _found_by_opening(rebuild: Rebuild) -> list[Problem]:
+    """Return the damage of an index that was made anew, and the states that were not entered."""
+    is_index = rebuild.reason != LACKING
+    problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)] * is_index
     for name, why in rebuild.lost.items():
         kind = ProblemKind.FILE_UNREADABLE if why == UNREADABLE else ProblemKind.STATE_LOST
         problems.append(Problem(kind, name, detail=why))

@@ -88,7 +88,9 @@ class CheckpointStore(Catalogue):
             "n_over_budget": len(victims),
         }
         rebuild = self._directory.rebuild
-        if rebuild.n_entered or rebuild.lost:
+        if not rebuild.is_damage:
+            report["n_entered_again"] = rebuild.n_entered
+        elif rebuild.n_entered or rebuild.lost:
             report["index_made_anew"] = rebuild.words
         return report
 

@@ -28,7 +28,6 @@ import aiohttp
 from proxy.__main__ import main as proxy_main
 from proxy.errors import CacheFault
 from proxy.log import configure_logging
-from proxy.store.directory import LACKING
 from proxy.store.offline import ProblemKind, examine
 from proxy.store.store import CheckpointStore
 from tests.bench.answers import distance, read_answer
@@ -187,10 +186,9 @@ class Kills:
                     self.counts["states swept"] += int(str(store.report["n_files_without_entry"]))
             except CacheFault as error:
                 problems, n_gone, anew = [], 0, str(error)
-        is_anew = bool(anew) and LACKING not in str(anew)  # a commit that was cut off is entered
-        self.counts["unreadable"] += is_anew or any(p.kind not in ORPHANS for p in problems)
+        self.counts["unreadable"] += bool(anew) or any(p.kind not in ORPHANS for p in problems)
         self.counts["orphans"] += bool(n_gone) or any(p.kind in ORPHANS for p in problems)
-        if is_anew or n_gone or problems:
+        if anew or n_gone or problems:
             self.told.append(f"point {self.counts['points']}: {anew}, {n_gone}, {problems}")
 
 
