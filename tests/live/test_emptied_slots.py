@@ -13,8 +13,8 @@ from tests.lab.conversation import answer, user
 from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
-UNIFIED: dict[str, Any] = {"extra_args": ("--kv-unified", "--cache-ram", "0"), "n_ctx": 4096}
-LONG = [[user(seed, 420), answer(seed), user(seed + 10, 420)] for seed in (1, 2)]
+UNIFIED: dict[str, Any] = {"extra_args": ("--kv-unified", "--cache-ram", "0"), "n_ctx": 2048}
+LONG = [[user(seed, 160), answer(seed), user(seed + 10, 160)] for seed in (1, 2)]
 """Each takes more than half of the cells."""
 
 
@@ -54,7 +54,7 @@ async def test_stream_that_outgrows_the_cells_ends_in_one_error(start_rig: Start
     async with start_rig("full", **UNIFIED) as rig:
 
         async def ask(seed: int) -> bytes:
-            body = {"messages": [user(seed, 500)], "stream": True, "ignore_eos": True}
+            body = {"messages": [user(seed, 250)], "stream": True, "ignore_eos": True}
             body |= {"model": "any", "max_tokens": 4000}
             async with rig.client.post(rig.base_url + "/v1/messages", json=body) as reply:
                 return await reply.read()
