@@ -25,7 +25,7 @@ from tests.live.test_commands import asked, command
 CHAT = "/v1/chat/completions"
 KEYED: dict[str, Any] = {"extra_args": ("--api-key", "own,ann,bob"), "upstream_api_key": "own"}
 """Options of a rig whose llama-server asks for a key."""
-TOOLS = tools(4)
+TOOLS = tools(2)
 HEADER = [system(200)]
 
 
@@ -252,10 +252,10 @@ async def test_body_whose_model_cannot_be_read_gets_nothing_of_another_at_a_rout
     async with Rig(router, directory, upstream_api_key="own") as rig:
         url = rig.base_url + "/completion"
         for seed, (name, (headers, body)) in enumerate(UNREADABLE.items()):
-            for model, text in (("a", prose(seed, 300)), ("b", "a b c")):
+            for model, text in (("a", prose(seed, 100)), ("b", "a b c")):
                 fields = {"model": model, "prompt": text, "n_predict": 1}
                 await rig.post("/completion", fields, headers=bearer("ann"))
-            data, headers = body(prose(seed, 300)), headers | bearer("bob")
+            data, headers = body(prose(seed, 100)), headers | bearer("bob")
             async with rig.client.post(url, data=data, headers=headers) as reply:
                 assert (name, reply.status) == (name, 400), await reply.text()
 
@@ -283,10 +283,10 @@ async def test_request_of_two_names_gets_nothing_of_another_at_llama_swap(
                 headers=bearer("ann"),
             )
         for seed, (name, (query, kind, body)) in enumerate(TWO_NAMES.items()):
-            for model, text in (("a", prose(seed, 300)), ("b", "a b c")):
+            for model, text in (("a", prose(seed, 100)), ("b", "a b c")):
                 fields = {"model": model, "prompt": text, "n_predict": 1}
                 await rig.post("/completion", fields, headers=bearer("ann"))
-            fields = {"prompt": prose(seed, 300), "n_predict": 1}
+            fields = {"prompt": prose(seed, 100), "n_predict": 1}
             url, data = (
                 f"{rig.base_url}/completion{query}",
                 body % json.dumps(fields)[1:-1].encode(),
@@ -358,7 +358,7 @@ async def test_nobody_gets_anything_of_another_on_any_route_before_and_after_a_r
         async def reuse(name: str, person: str, seed: int) -> int:
             path, fields = ROUTES[name]
             key, salt = who(person)
-            text = prose(1000 * [*ROUTES].index(name) + seed, 300)
+            text = prose(1000 * [*ROUTES].index(name) + seed, 150)
             body = json.dumps({**fields(text), "max_tokens": 2, **salt}).encode()
             status, answer = await send(rig.client, rig.base_url, (path, body), key)
             assert status == 200, answer

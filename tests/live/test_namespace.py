@@ -17,7 +17,7 @@ from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 
 MESSAGES = agent_requests(1, 1, header=[system(200)])
-TOOLS = tools(3)
+TOOLS = tools(1)
 SLACK_TOKENS = 32
 
 FOREIGN: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ async def test_changed_context_size_keeps_what_fits(start_rig: StartRig) -> None
 async def test_state_larger_than_the_context_is_not_restored(start_rig: StartRig) -> None:
     async with start_rig("full", n_ctx=65536) as rig:
         await rig.post(
-            "/completion", {"prompt": [300 + i % 999 for i in range(5000)], "n_predict": 0}
+            "/completion", {"prompt": [300 + i % 999 for i in range(2500)], "n_predict": 0}
         )
     async with start_rig("full", n_ctx=4096) as rig:
         prompt = [300 + i % 999 for i in range(1500)]
