@@ -33,7 +33,7 @@ KINDS = ("full", "hybrid")
 SLACK_TOKENS = 32
 CANARY_TOKENS = 128
 LONG_CTX = 131_072
-"""Where an answer goes on while others are loaded, which the proxy sees once a second."""
+"""Where an answer goes on while others are loaded."""
 TOOLS = tools(3)
 HEADER = [system(150)]
 CHAT = "/v1/chat/completions"
@@ -564,7 +564,10 @@ async def test_model_that_is_loaded_by_hand_alone_is_not_loaded_for_a_request(
         assert (await models.last_request())["server"] == "full"
 
 
-async def test_model_that_is_loaded_beside_the_others_holds_up_no_request(tmp_path: Path) -> None:
+async def test_model_that_is_loaded_beside_the_others_holds_up_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "_LOOK_SECONDS", 0.1)
     question = [{"role": "user", "content": "hello"}]
     async with at_a_router(tmp_path, models_max=2, n_ctx=LONG_CTX) as models:
         await models.ask("full", question, max_tokens=1)
