@@ -11,8 +11,8 @@ from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.live.conftest import StartRig
 
-REQUESTS = agent_requests(2, 1, header=[system(200)])
-TOOLS = tools(3)
+REQUESTS = agent_requests(2, 1, header=[system(100)])
+TOOLS = tools(2, 40)
 DRAFT = str(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
 DRAFTING = {
     "mtp": ("--spec-type", "draft-mtp"),

@@ -38,12 +38,12 @@ LINES = {
 
 
 def asked(seed: int, text: str = "") -> Message:
-    return {"role": "user", "content": f"{text}{prose(1000 + seed, 60)}"}
+    return {"role": "user", "content": f"{text}{prose(1000 + seed, 40)}"}
 
 
 def chat(*messages: Message, seed: int, line: str = "", own_tools: list[Any] | None = None) -> Body:
     """Return a request whose system prompt has a *line* near its beginning."""
-    head = {"role": "system", "content": f"Agent {seed}.\n{line}\n{prose(seed, 100)}"}
+    head = {"role": "system", "content": f"Agent {seed}.\n{line}\n{prose(seed, 60)}"}
     return {"messages": [head, *messages], "tools": TOOLS if own_tools is None else own_tools}
 
 
@@ -128,7 +128,7 @@ async def again(rig: Rig, seed: int) -> str:
     return str((await explained(rig))["request"]["cause"])
 
 
-async def fill_slots(rig: Rig, seed: int, n_words: int = 150) -> None:
+async def fill_slots(rig: Rig, seed: int, n_words: int = 100) -> None:
     """Use all slots for something else, so that what was in them is in files."""
     others = [[system(n_words, seed=500 + seed + i), asked(500 + seed + i)] for i in range(2)]
     with sent_at_once(len(others)):
