@@ -81,7 +81,7 @@ def end_of(bench: Bench) -> int:
 
     Behind a sliding window it keeps a batch of 2,048 tokens.
     """
-    return END if bench.server.model.stem == "swa-tiny" else 2000
+    return END if bench.server.model.stem == "swa-tiny" else 1500
 
 
 def diverging_at(n_tokens: int) -> list[int]:
@@ -134,7 +134,7 @@ def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int
     older = grown(forgetful, 900, name="older", slot=slot)
     point = max(read_state_file(older).restore_points)
     end = end_of(forgetful)
-    newer = grown(forgetful, 900, *range(1000, end, 200), end, name="newer")
+    newer = grown(forgetful, 900, *range(1000, end, 100), end, name="newer")
     own = read_state_file(newer).restore_points
     assert len(own) <= N_KEPT_BY_SERVER
     assert point not in own
@@ -185,7 +185,7 @@ def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:
     older = grown(forgetful, 900, name="older")
     point = max(read_state_file(older).restore_points)
     end = end_of(forgetful)
-    newer = grown(forgetful, 900, *range(1000, end, 200), end, name="newer")
+    newer = grown(forgetful, 900, *range(1000, end, 100), end, name="newer")
     select_points(newer, (), {point: older})
     forgetful.restored(newer.name, prompt(end + 300))
     forgetful.post("/slots/0?action=save", {"filename": "next"})
