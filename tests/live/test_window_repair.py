@@ -224,12 +224,15 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
 
 @pytest.mark.parametrize(
     ("kind", "flash_attention", "lengths"),
-    [("swa", "on", (1500, 3100)), ("swa", "off", (1500,)), ("sparse_window", "on", (1100,))],
+    [("swa", "on", (1100, 3100)), ("swa", "off", (1100,)), ("sparse_window", "on", (1100,))],
 )
 async def test_many_new_tokens_behind_a_restored_window_are_answered_as_alone(
     start_rig: StartRig, directory: Path, kind: str, flash_attention: str, lengths: tuple[int, ...]
 ) -> None:
-    """The cells of a window are put in order before a file is stored (order_windows)."""
+    """The cells of a window are put in order before a file is stored (order_windows).
+
+    At these lengths an unordered window shows: at others, such as 1,500 and 2,600, it does by chance not.
+    """
     async with start_rig(kind, n_slots=1, extra_args=("-fa", flash_attention)) as rig:
         for n_tokens in lengths:
             tokens = random.Random(n_tokens).choices(range(100, 3000), k=n_tokens + 1300)
