@@ -4,9 +4,10 @@ import gc
 import os
 import shutil
 import signal
-import sys
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ settings.register_profile("quick", max_examples=25, deadline=None, derandomize=T
 settings.register_profile("long", max_examples=600, deadline=None)
 settings.load_profile("quick")
 
+ROOT = Path(__file__).parents[1]
 MEMORY = Path("/dev/shm")
 LEAST_MEMORY_BYTES = 4 << 30
 
@@ -30,11 +32,21 @@ def pytest_configure() -> None:
     # Disks need 10 to 40 ms for each sync.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-    # Containers often forbid it; then each process that a test starts would compile the proxy anew.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
     # Shells have what they start in the background ignore Ctrl-C, and commands under test inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Have each worker import a part of the modules first: it finds the others compiled.
+
+    In a fresh clone all workers would else compile the same module at the same time.
+    """
+    if worker := getattr(session.config, "workerinput", None):
+        folders = [ROOT / folder for folder in session.config.args]
+        paths = sorted(path for folder in folders for path in folder.glob("**/test_*.py"))
+        for path in paths[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            with suppress(Exception):  # the collection tells it
+                import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], AbstractEventLoop]]:
