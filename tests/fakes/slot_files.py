@@ -70,13 +70,13 @@ def _parse(content: bytes, version: int, has_window: bool) -> SlotState:
         raise StateFileRefused("magic or version")
     (n_tokens,) = struct.unpack_from("<I", content, 20)
     tokens = list(struct.unpack_from(f"<{n_tokens}i", content, 24))
-    end = 12 + 4 * n_words + len(attention(n_tokens, version=min(version, 4)))
+    end = 12 + 4 * n_words + len(_attention(n_tokens, version=min(version, 4)))
     window_from = None
     if has_window:
         (n_cells,) = struct.unpack_from("<I", content, end + 4)
         positions = struct.iter_unpack("<i8x", content[end + 8 : end + 8 + 12 * n_cells])
         window_from = min((position for (position,) in positions), default=0)
-        end += len(attention(n_cells, version=min(version, 4)))
+        end += len(_attention(n_cells, version=min(version, 4)))
     if n_tokens and content.startswith(recurrent(n_tokens - 1), end):
         end += len(recurrent(n_tokens - 1))
     if len(content) < end:
