@@ -32,6 +32,8 @@ def pytest_configure() -> None:
     # Disks need 10 to 40 ms for each sync.
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    # With Python's own 700 a tenth of the tests' time goes into looking for garbage.
+    gc.set_threshold(20_000)
     # Shells have what they start in the background ignore Ctrl-C, and commands under test inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
