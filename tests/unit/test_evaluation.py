@@ -191,6 +191,19 @@ def test_after_evaluation_of_a_window_counts_the_points_that_llama_server_makes(
     assert len(again.possible_points) == len(real)
 
 
+@pytest.mark.parametrize(
+    ("n_reused", "message_end", "n_made"), [(1000, 1400, 2), (900, 1400, 3), (1000, 1450, 3)]
+)
+def test_after_evaluation_that_begins_with_the_newest_user_message_counts_one_point_there(
+    n_reused: int, message_end: int, n_made: int
+) -> None:
+    cuts = Cuts(header=1000, turn_start=1400, message_end=message_end)
+    prompt = Prompt(run_of(1500), NAMESPACE, cuts, conversation=b"digests")
+    before = Known(run_of(n_reused), NAMESPACE, possible_points=(200,))
+    held = slots.after_evaluation(before, prompt, RESTORE_POINTS, n_reused=n_reused)
+    assert len(held.possible_points) == 1 + n_made
+
+
 def test_after_evaluation_of_two_more_tokens_believes_in_no_point_before_them() -> None:
     """llama-server makes its point where the evaluation begins."""
     held = after_evaluation(Empty(), run_of(900), NAMESPACE, n_generated=1)
