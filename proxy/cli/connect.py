@@ -96,8 +96,9 @@ def connect(
     hint = "\n".join(map(visible, filter(None, hints)))
     if not write:
         answer(content, written(own, content).rstrip())
-        # Apart from the settings, which people send into a file, or to `env`.
-        return click.echo(f"\n{hint}\n" * bool(hint), err=True, nl=False)
+        if hint:  # not on stdout: people send the settings into a file, or to `env`
+            click.echo(f"\n{hint}", err=True)
+        return
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache."

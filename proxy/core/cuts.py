@@ -228,7 +228,7 @@ def points_made(n_from: int, n_to: int, *, has_messages: bool) -> tuple[int, ...
     """
     newest = max(n_from, n_to - CONTEXT_CHECKPOINT_MARGIN)
     n_before = max(n_from, newest - UBATCH_TOKENS)
-    # Of a slot without any point the first user message is as far behind the last one as it need be.
+    # A slot without any point gets one at the first user message, however early that begins.
     n_first = n_from + MIN_STEP_TOKENS + 1 if n_from > 0 else 1
     earlier = range(n_first, n_before, MIN_STEP_TOKENS + 1)
     made = (*earlier, n_before, n_before + 2, newest) if has_messages else (n_before, newest)

@@ -196,9 +196,15 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
-    likely = {s.id: (not _has_brief(s, prompt), -promised_tokens(prompt, now, s)) for s in free}
-    order = {slot.id: (*likely[slot.id], slot.used_at, slot.id) for slot in free}
-    options.sort(key=lambda o: (o.total_seconds, order[o.slot_id]))
+    used_at = {slot.id: slot.used_at for slot in free}
+    resumed = {slot.id for slot in free if _may_go_on(slot, prompt)}
+
+    def order(option: Start) -> tuple[float, bool, float, SlotId]:
+        # Of equal options: a live slot that may have most of the prompt, and a restore over another slot.
+        is_worse = (option.slot_id in resumed) == bool(option.restored)
+        return option.total_seconds, is_worse, used_at[option.slot_id], option.slot_id
+
+    options.sort(key=order)
     best = _steadiest(options)
     n_enough = best.n_reused + WORTH_WAITING_TOKENS
     if any(s.is_closing and promised_tokens(prompt, now, s) > n_enough for s in now.slots):
@@ -239,18 +245,25 @@ def _may_keep_first_token(prompt: Prompt, rule: Rule, slot: Slot, n_common: int)
     llama-server would answer a later prompt from it (docs/upstream/stale_context_checkpoint.py).
     """
     content = slot.content
-    if rule.is_any_prefix or isinstance(content, Empty) or _has_brief(slot, prompt):
+    if rule.is_any_prefix or isinstance(content, Empty) or _may_go_on(slot, prompt):
         return False
     if isinstance(content, Known):
         return n_common == 0
     return content.likely is None or not common_prefix_length(content.likely, prompt.tokens)
 
 
-def _has_brief(slot: Slot, prompt: Prompt) -> bool:
-    """Return whether a prompt goes on with the brief chat that a slot holds, whose tokens were not read."""
+def _may_go_on(slot: Slot, prompt: Prompt) -> bool:
+    """Return whether a slot may hold the beginning of a prompt, although its tokens were not read.
+
+    It may if the prompt goes on with a brief chat, or with a prompt that was given up there: how far that
+    one came is not known.
+    """
     content = slot.content
     if not isinstance(content, Unknown) or content.tenant != prompt.namespace:
         return False
+    if content.likely is not None:
+        n_common = common_prefix_length(content.likely, prompt.tokens)
+        return 0 < n_common >= len(content.likely) - SLACK_TOKENS
     return bool(content.brief) and prompt.conversation.startswith(content.brief)
 
 
@@ -312,7 +325,7 @@ def _steadiest(options: list[Start]) -> Start:
 
 
 def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
-    """Return how many tokens a prompt can probably reuse of a slot that is free, or closing."""
+    """Return how many tokens a prompt can probably reuse of a closing slot, if it waits for the slot."""
     content, tokens = slot.content, prompt.tokens
     if slot.answered_for is not None and slot.destined:  # what it holds is about to be known
         is_ours = slot.answered_for == prompt.namespace
@@ -347,9 +360,10 @@ def expected_tokens(prompt: Prompt, rule: Rule, state: model.ExpectedState) -> i
 def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[SlotId, int]) -> Plan:
     """Return the plan that takes the first of the *options*; *shared*: how many tokens each slot shares."""
     best, n_reused = options[0], options[0].n_reused
-    if not (best.restored or best.erases):
-        # A stop before what the slot probably holds would cut it back.
-        n_reused = promised_tokens(prompt, now, next(s for s in now.slots if s.id == best.slot_id))
+    slot = next(slot for slot in now.slots if slot.id == best.slot_id)
+    if best.kind == "nothing" and not best.erases and _may_go_on(slot, prompt):
+        # A stop would cut the slot back, under *end only* to nothing.
+        n_reused = promised_tokens(prompt, now, slot)
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     shares_header = _shares_header(now, cuts, n_reused)

@@ -209,6 +209,8 @@ class StoreDirectory:
             self.make_index_anew(flaw)
         elif lacking:
             self._enter_states(self.index.flaw or LACKING, lacking, removes_lost=mends_index)
+            if self.rebuild.lost and not mends_index:
+                raise IndexDamaged(self.files.directory / "index", self.rebuild.words)
 
     def require_writable(self) -> None:
         """Raise StoreFault if nothing can be changed, because the index is a copy."""

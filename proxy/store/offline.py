@@ -144,8 +144,9 @@ def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> Pr
 
 def _found_by_opening(rebuild: Rebuild) -> list[Problem]:
     """Return the damage of an index that was made anew, and the states that were not entered."""
-    is_index = rebuild.reason != LACKING
-    problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)] * is_index
+    problems = []
+    if rebuild.reason != LACKING:
+        problems.append(Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason))
     for name, why in rebuild.lost.items():
         kind = ProblemKind.FILE_UNREADABLE if why == UNREADABLE else ProblemKind.STATE_LOST
         problems.append(Problem(kind, name, detail=why))

@@ -249,6 +249,15 @@ def test_plan_goes_on_where_the_prompt_was_abandoned_and_does_not_cut_it_back(ru
         assert {stop.n_tokens for stop in made.stops} <= {950}
 
 
+@pytest.mark.parametrize("rule", [RESTORE_POINTS, ANY_PREFIX, END_ONLY])
+def test_plan_takes_no_abandoned_slot_where_another_serves_as_well(rule: Rule) -> None:
+    abandoned = Unknown(NAMESPACE, likely=run_of(19_990))
+    header = candidate(5000, 5000, restore_points=(4995,))
+    assert plan(20_000, rule, Empty(), abandoned, candidates=(header,)).slot_id == 0
+    made = plan(6000, rule, Empty(), abandoned, cuts=Cuts(header=5000))
+    assert (made.slot_id, made.stops[0].n_tokens) == (0, 5000)
+
+
 def test_plan_stops_again_in_an_abandoned_slot_that_has_to_be_erased() -> None:
     abandoned = Unknown(NAMESPACE, likely=run_of(900), origin=Origin(900))
     made = plan(1000, END_ONLY, abandoned, cuts=Cuts(header=300))
