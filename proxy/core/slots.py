@@ -413,6 +413,17 @@ def _within(n_tokens: int, n_cut: int) -> int:
     return n_cut if n_cut <= n_tokens else 0
 
 
+def _has_messages_behind(prompt: Prompt, n_reused: int) -> bool:
+    """Return whether llama-server may see messages begin behind a prompt's first *n_reused* tokens.
+
+    Behind a stop an evaluation begins with the newest user message, whose point is that of its beginning.
+    """
+    cuts = prompt.cuts
+    is_last = cuts.turn_start == cuts.message_end
+    begins_there = is_last and max(cuts.shared, cuts.last_turn_end) <= n_reused < cuts.turn_start
+    return bool(prompt.conversation) and not begins_there
+
+
 def after_evaluation(
     before: Content,
     prompt: Prompt,
@@ -446,11 +457,7 @@ def after_evaluation(
         points += (newest,)
     # A sliding window is continued one token before each context checkpoint.
     n_from = n_reused - 1 if rule.end_holds_from else n_reused
-    # Behind a stop the evaluation begins with the newest user message: that makes one point, not two.
-    is_last = cuts.turn_start == cuts.message_end
-    begins_here = is_last and max(cuts.shared, cuts.last_turn_end) <= n_reused < cuts.turn_start
-    has_messages = bool(prompt.conversation) and not begins_here
-    made = points_made(n_from, len(tokens), has_messages=has_messages)
+    made = points_made(n_from, len(tokens), has_messages=_has_messages_behind(prompt, n_reused))
     possible = points_after([p for p in old.possible_points if p <= n_reused], made, n_kept)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
     # takes over, the user goes back and edits. The next request then shares the tokens before that message.
