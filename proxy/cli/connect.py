@@ -96,9 +96,8 @@ def connect(
     hint = "\n".join(map(visible, filter(None, hints)))
     if not write:
         answer(content, written(own, content).rstrip())
-        if hint:  # not on stdout: people send the settings into a file, or to `env`
-            click.echo(f"\n{hint}", err=True)
-        return
+        # Not on stdout: people send the settings into a file, or to `env`.
+        return click.echo(f"\n{hint}".rstrip(), err=True, nl=bool(hint))
     _write(own, content)
     n_prompt, n_cached = _try(server, client["api"], model)
     cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache."
