@@ -199,10 +199,10 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     used_at = {slot.id: slot.used_at for slot in free}
     resumed = {slot.id for slot in free if _may_go_on(slot, prompt)}
 
-    def order(option: Start) -> tuple[float, bool, float, SlotId]:
-        # Of equal options: a live slot that may have most of the prompt, and a restore over another slot.
-        is_worse = (option.slot_id in resumed) == bool(option.restored)
-        return option.total_seconds, is_worse, used_at[option.slot_id], option.slot_id
+    def order(option: Start) -> tuple[float, int, float, SlotId]:
+        # Of equal options: the live slot that may have most of the prompt, and a restore over another one.
+        rank = (1 if option.restored else -1) if option.slot_id in resumed else 0
+        return option.total_seconds, rank, used_at[option.slot_id], option.slot_id
 
     options.sort(key=order)
     best = _steadiest(options)
