@@ -76,9 +76,8 @@ class Account:
 
     @property
     def _reuses_less(self) -> bool:
-        # llama-server takes the newest context checkpoint that fits, which may lie just below an older one.
-        slack = SLACK_TOKENS if self.n_reused else 0
-        return self.n_reused is not None and self.n_reused < self.plan.start.n_reused - slack
+        # Of two context checkpoints a token apart, as a window may have, llama-server takes the lower one.
+        return self.n_reused is not None and self.n_reused < self.plan.start.n_reused - 1
 
     @property
     def is_ineffective_restore(self) -> bool:
