@@ -186,11 +186,9 @@ def _unsaved(rule: Rule, cuts: Cuts, n_inside: int) -> list[int]:
     if rule.is_any_prefix:
         return []
     inside: Iterable[int] = ()
-    n_begin = max(cuts.shared, cuts.last_turn_end)
-    is_long = cuts.turn_start - n_begin >= LONG_MESSAGE_TOKENS
-    ends_with_user = cuts.turn_start == cuts.message_end
-    if ends_with_user and is_long:
-        n_first = n_begin + MESSAGE_STOP_TOKENS - 1
+    is_long = cuts.turn_start - cuts.message_begin >= LONG_MESSAGE_TOKENS
+    if cuts.ends_with_user and is_long:
+        n_first = cuts.message_begin + MESSAGE_STOP_TOKENS - 1
         inside = islice(cuts_in_message(n_first, cuts.turn_start), n_inside)
     if rule.is_end_only:
         return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})

@@ -234,6 +234,16 @@ class Cuts:
         """The end of the prefix that sessions of the same agent in the same directory share."""
         return max(self.header, self.surroundings)
 
+    @property
+    def message_begin(self) -> int:
+        """Where the newest user message, or what the user wrote of it, begins."""
+        return max(self.shared, self.last_turn_end)
+
+    @property
+    def ends_with_user(self) -> bool:
+        """Whether no complete message follows the last user message."""
+        return self.turn_start == self.message_end
+
 
 NO_CUTS = Cuts()
 

@@ -419,8 +419,7 @@ def _has_messages_behind(prompt: Prompt, n_reused: int) -> bool:
     Behind a stop an evaluation begins with the newest user message, whose point is that of its beginning.
     """
     cuts = prompt.cuts
-    is_last = cuts.turn_start == cuts.message_end
-    begins_there = is_last and max(cuts.shared, cuts.last_turn_end) <= n_reused < cuts.turn_start
+    begins_there = cuts.ends_with_user and cuts.message_begin <= n_reused < cuts.turn_start
     return bool(prompt.conversation) and not begins_there
 
 
