@@ -116,7 +116,7 @@ $(CHROMIUM):
 models: $(MODELS)
 $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 	rm -f $(filter-out $(SMOLLM2),$(wildcard $(LAB)/models/*.gguf))
-	$(BIN)/python -m tests.lab.models $(LAB)/models --size tiny
+	$(BIN)/python -m tests.lab.models $(LAB)/models --size tiny least
 	$(BIN)/python -m tests.lab.models $(LAB)/models --kind hybrid --size small
 	@touch $@
 

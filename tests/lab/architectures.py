@@ -88,7 +88,7 @@ def write_hybrid(
     _write_common(writer, shape, n_drafting)
     _write_attention(writer, shape)
     writer.add_rope_dimension_sections(_split_rope_pairs(shape.head_size // 2))
-    writer.add_full_attention_interval(ATTENTION_INTERVAL)
+    writer.add_full_attention_interval(_attention_interval(shape))
     writer.add_ssm_conv_kernel(CONVOLUTION_WIDTH)
     writer.add_ssm_inner_size(shape.n_heads * shape.state_size)
     writer.add_ssm_state_size(shape.state_size)
@@ -97,7 +97,7 @@ def write_hybrid(
     for layer in range(shape.n_layers):
         block = f"blk.{layer}"
         tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
-        if _is_attention(layer):
+        if _is_attention(layer, shape):
             add_attention(tensors, block, shape, has_head_norms=True, has_gate=True)
         else:
             add_delta_net(tensors, block, shape)
@@ -126,11 +126,11 @@ def write_hybrid_no_mrope(writer: gguf.GGUFWriter, tensors: TensorWriter, shape:
     _write_mamba2(writer, shape)
     # A layer without key/value heads is a recurrent one.
     layers = range(shape.n_layers)
-    writer.add_head_count_kv([shape.n_kv_heads if _is_attention(i) else 0 for i in layers])
+    writer.add_head_count_kv([shape.n_kv_heads if _is_attention(i, shape) else 0 for i in layers])
     for layer in layers:
         block = f"blk.{layer}"
         tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
-        if _is_attention(layer):
+        if _is_attention(layer, shape):
             add_attention(tensors, block, shape, has_head_norms=False)
         else:
             add_mamba2(tensors, block, shape)
@@ -299,8 +299,12 @@ def _split_rope_pairs(n_pairs: int) -> list[int]:
     return [n_pairs - 2 * third, third, third, 0]
 
 
-def _is_attention(layer: int) -> bool:
-    return layer % ATTENTION_INTERVAL == ATTENTION_INTERVAL - 1
+def _attention_interval(shape: Shape) -> int:
+    return min(ATTENTION_INTERVAL, shape.n_layers)
+
+
+def _is_attention(layer: int, shape: Shape) -> bool:
+    return (layer + 1) % _attention_interval(shape) == 0
 
 
 def _write_common(writer: gguf.GGUFWriter, shape: Shape, n_drafting: int = 0) -> None:

@@ -16,9 +16,9 @@ _N_EMBD, _N_FF, _N_HEADS = 32, 64, 2
 
 
 def build_projector(path: Path) -> Path:
-    """Write what --mmproj names for a tiny model: one layer of `clip`, and llava's two matrices."""
+    """Write what --mmproj names for small models: one layer of `clip`, and llava's two matrices."""
     writer, random = gguf.GGUFWriter(path, "clip"), np.random.default_rng(1)
-    n_text, side = SIZES["tiny"].n_embd, int(_N_PATCHES**0.5)
+    n_text, side = SIZES["least"].n_embd, int(_N_PATCHES**0.5)
     writer.add_type("mmproj")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_clip_has_vision_encoder(True)

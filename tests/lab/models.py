@@ -14,6 +14,7 @@ import gguf
 
 from tests.lab import architectures
 from tests.lab.layers import Shape
+from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.lab.vocabulary import END_OF_TEXT, END_OF_TURN, PRE_TOKENIZER_NAME, train_vocabulary
 from tests.lab.weights import TensorWriter
 
@@ -43,10 +44,16 @@ KINDS = {
     "hybrid_no_mrope": Kind("granitehybrid", architectures.write_hybrid_no_mrope),
 }
 
+_OF_FOUR_LAYERS = ("sparse_window", "compressed")
+
 MEMORIES = ("full", "swa", "recurrent", "hybrid")
 """One kind for each way in which a model remembers what it has read."""
 
 SIZES = {
+    # For tests, whose time is mostly llama-server's.
+    "least": Shape(
+        n_layers=2, n_embd=64, n_ff=128, n_heads=2, n_kv_heads=2, head_size=16, state_size=32
+    ),
     "tiny": Shape(
         n_layers=4, n_embd=64, n_ff=128, n_heads=2, n_kv_heads=1, head_size=32, state_size=32
     ),
@@ -84,6 +91,12 @@ SIZES = {
 def model_path(kind: str, size: str, folder: Path) -> Path:
     """Return where `build_model` puts a model."""
     return folder / f"{kind}-{size}.gguf"
+
+
+def least_model(kind: str) -> Path:
+    """Return the model of a kind that most tests serve."""
+    size = "tiny" if kind in _OF_FOUR_LAYERS else "least"
+    return model_path(kind, size, DEFAULT_MODEL_FOLDER)
 
 
 def build_model(kind: str, size: str, dest: Path) -> Path:

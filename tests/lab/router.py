@@ -30,11 +30,11 @@ def link_models(
 ) -> Path:
     """Fill `folder` for --models-dir: each id of `kinds` becomes a model of that kind.
 
-    It is tiny unless `sizes` says otherwise.
+    It is the least unless `sizes` says otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for model_id, kind in kinds.items():
-        path = model_path(kind, (sizes or {}).get(model_id, "tiny"), models)
+        path = model_path(kind, (sizes or {}).get(model_id, "least"), models)
         (folder / f"{model_id}.gguf").symlink_to(path.resolve())
     return folder
 

@@ -43,7 +43,7 @@ class Swap(ModelHost):
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         **config: Any,
     ) -> None:
-        """Describe it; each id of `kinds` becomes a model of that kind, tiny unless `sizes` says otherwise.
+        """Describe it; each id of `kinds` becomes a model of that kind, of size least or as in `sizes`.
 
         `folder` gets its configuration and log; `settings` adds to what that says of models by id (aliases,
         ttl, ...), `config` to the rest of it (groups, upstream, ...).
@@ -51,7 +51,7 @@ class Swap(ModelHost):
         super().__init__(log_path=folder / "llama-swap.log")
         servers = {
             model_id: LlamaServer(
-                model_path(kind, (sizes or {}).get(model_id, "tiny"), DEFAULT_MODEL_FOLDER),
+                model_path(kind, (sizes or {}).get(model_id, "least"), DEFAULT_MODEL_FOLDER),
                 slot_save_path,
                 n_slots=n_slots,
                 n_ctx=n_ctx,

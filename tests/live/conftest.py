@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, WrongCpu
+from tests.lab.server import LlamaServer, WrongCpu
 from tests.lab.steady import measure_an_idle_machine
 
 KINDS = ("full", "swa", "recurrent", "hybrid", "hybrid_no_mrope")
@@ -60,7 +60,7 @@ def start_rig(tmp_path: Path) -> StartRig:
         directory = tmp_path / "slots"
         directory.mkdir(mode=0o700, exist_ok=True)
         server = LlamaServer(
-            model_path(kind, "tiny", DEFAULT_MODEL_FOLDER),
+            least_model(kind),
             directory if has_slot_save_path else None,
             n_slots=n_slots,
             n_ctx=n_ctx,
@@ -84,6 +84,6 @@ async def lasting_rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     """Yield one rig for all tests of a module to which it does not matter what slots and store hold."""
     folder = tmp_path_factory.mktemp("lasting")
     (directory := folder / "slots").mkdir(mode=0o700)
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("hybrid")
     async with Rig(LlamaServer(model, directory, log_path=folder / "log"), directory) as rig:
         yield rig

@@ -10,9 +10,9 @@ import pytest
 
 from tests.lab.balancer import FILES, Balancer
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.waiting import until
 
 N_CONVERSATIONS = 4
@@ -58,7 +58,7 @@ async def rigs(tmp_path: Path) -> AsyncIterator[list[Rig]]:
         for name in ("one", "two"):
             directory = tmp_path / name
             directory.mkdir(mode=0o700)
-            model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+            model = least_model("full")
             log_path = tmp_path / f"{name}.log"
             rig = Rig(LlamaServer(model, directory, log_path=log_path), directory)
             rigs.append(await stack.enter_async_context(rig))

@@ -17,8 +17,8 @@ import yaml
 from proxy.errors import SettingsError
 from proxy.settings import NAMES
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port, request
+from tests.lab.models import least_model
+from tests.lab.server import REPOSITORY, LlamaServer, find_free_port, request
 from tests.lab.settings import load_settings
 from tests.lab.waiting import HANG_SECONDS, wait_until
 
@@ -61,7 +61,7 @@ def get(url: str) -> dict[str, Any]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[LlamaServer]:
     (tmp_path / "slots").mkdir()
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("hybrid")
     with LlamaServer(model, tmp_path / "slots", log_path=tmp_path / "server.log") as server:
         yield server
 

@@ -14,9 +14,9 @@ from proxy.__main__ import main
 from proxy.core.eviction import Removal
 from proxy.core.model import SlotId
 from tests.lab.conversation import agent_requests, answer, system, tools, user
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
@@ -57,7 +57,7 @@ async def test_client_is_connected_and_its_way_is_cached(
     async with start_rig("hybrid", n_slots=1) as rig:
         where = ("--admin", rig.admin_url)
         status, printed = await command("connect", name, *where)
-        assert status == 0 and rig.base_url in printed and "hybrid-tiny" in printed
+        assert status == 0 and rig.base_url in printed and "hybrid-least" in printed
         process = rig.running.server.process
         assert process is not None and str(process.n_ctx) in printed
         done, output = await command(
@@ -98,7 +98,7 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         checkpoints = (await asked("ls", *admin))["checkpoints"]
         ids = sorted(checkpoint["id"] for checkpoint in checkpoints)
         assert {c["kind"] for c in checkpoints} == {"header", "conversation"}
-        assert {c["model"] for c in checkpoints} == {"hybrid-tiny"}
+        assert {c["model"] for c in checkpoints} == {"hybrid-least"}
         _, header, session = max(c["parent"] for c in checkpoints).split("/")
         status, output = await command("ls", header[:6], *admin)
         assert status == 0 and session[:8] in output and "worth" in output
@@ -137,7 +137,7 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
     assert len(imported["imported"]) == len(ids) and imported["is_new_model"]
     again = await asked("import", file, "--slot-save-path", second)
     assert again["imported"] == [] and again["n_already_there"] == len(ids)
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("hybrid")
     async with Rig(LlamaServer(model, second, n_slots=2, n_ctx=65536), second) as rig:
         before = await rig.evaluated()
         assert {f"{c.id:016x}" for c in rig.running.store or ()} == set(imported["imported"])

@@ -16,12 +16,12 @@ from proxy.doctor.findings import Setup, Severity, exit_status, findings_of, sum
 from proxy.settings import Settings
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.swap import Swap
 from tests.live.test_commands import asked, command
 
@@ -127,13 +127,13 @@ async def test_doctor_at_llama_swap_loads_a_model_by_any_of_its_names(
 async def test_doctor_names_llama_servers_that_cannot_share(
     tmp_path: Path, directory: Path
 ) -> None:
-    model, elsewhere = model_path("full", "tiny", DEFAULT_MODEL_FOLDER), tmp_path / "elsewhere"
+    model, elsewhere = least_model("full"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     servers = [
         LlamaServer(model, path, n_slots=1, n_ctx=8192, extra_args=args, log_path=tmp_path / name)
         for path, args, name in (
             (directory, (), "first.log"),
-            (directory, ("-ctk", "q8_0", "-ctv", "q8_0"), "second.log"),
+            (directory, ("-ctk", "f32", "-ctv", "f32"), "second.log"),
             (elsewhere, (), "third.log"),
         )
     ]

@@ -10,8 +10,8 @@ from proxy.core.model import FULL_WINDOW_TOKENS, Prompt, Rule, RuleKind
 from proxy.core.slots import Content, Empty, after_evaluation, as_saved
 from proxy.core.tokens import token_ids
 from proxy.llama.files import read_state_file
-from tests.lab.models import model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.models import least_model
+from tests.lab.server import LlamaServer
 from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
 from tests.unit.builders import NAMESPACE
@@ -19,14 +19,14 @@ from tests.unit.state_files import select_points
 
 N_KEPT_BY_SERVER = 4
 OTHER_SHAPES = {
-    "swa": ("swa", ("-ctk", "q8_0")),
+    "swa": ("swa", ("-ctk", "f32")),
     "recurrent": ("hybrid", ()),
     "hybrid": ("recurrent", ()),
     "hybrid_no_mrope": ("hybrid", ()),
     "compressed": ("hybrid", ()),
 }
 """For each kind a model and flags that give the same restore points, but of another shape."""
-EXACT = {"compressed-tiny": ("-fa", "off")}
+EXACT = {"compressed": ("-fa", "off")}
 """Without AVX-512 flash attention rounds compressed cells of a restored file otherwise, by up to 0.019."""
 LENGTHS = (900, 1500, 2100, 2700)
 END = 3000
@@ -39,8 +39,8 @@ def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     directory = tmp_path_factory.mktemp("slots")
-    model = model_path(request.param, "tiny", DEFAULT_MODEL_FOLDER)
-    exact = EXACT.get(model.stem, ())
+    model = least_model(request.param)
+    exact = EXACT.get(request.param, ())
     server = LlamaServer(model, directory, n_slots=2, n_ctx=16384, extra_args=exact)
     server.start()
     try:
@@ -53,7 +53,7 @@ def bench(
 def forgetful(bench: Bench, tmp_path: Path) -> Iterator[Bench]:
     """The same model on a server that keeps few context checkpoints."""
     model = bench.server.model
-    few = ("--ctx-checkpoints", str(N_KEPT_BY_SERVER), *EXACT.get(model.stem, ()))
+    few = ("--ctx-checkpoints", str(N_KEPT_BY_SERVER), *EXACT.get(kind_of(bench), ()))
     server = LlamaServer(model, tmp_path, n_slots=2, n_ctx=16384, extra_args=few)
     server.start()
     try:
@@ -71,8 +71,12 @@ def grown(bench: Bench, *lengths: int, name: str, slot: int = 0) -> Path:
     return bench.directory / name
 
 
+def kind_of(bench: Bench) -> str:
+    return bench.server.model.stem.split("-")[0]
+
+
 def rule_of(bench: Bench) -> Rule:
-    is_windowed = bench.server.model.stem == "swa-tiny"
+    is_windowed = kind_of(bench) == "swa"
     return Rule(RuleKind.RESTORE_POINTS, FULL_WINDOW_TOKENS if is_windowed else 0)
 
 
@@ -81,7 +85,7 @@ def end_of(bench: Bench) -> int:
 
     Behind a sliding window it keeps a batch of 2,048 tokens.
     """
-    return END if bench.server.model.stem == "swa-tiny" else 1500
+    return END if kind_of(bench) == "swa" else 1500
 
 
 def diverging_at(n_tokens: int) -> list[int]:
@@ -214,8 +218,8 @@ def test_donor_that_does_not_fit_is_left_out_and_the_file_still_restores(
 
 def of_another_shape(bench: Bench, directory: Path) -> Path:
     """Return a file of the same tokens as "older", from another model or with another cache type."""
-    kind, flags = OTHER_SHAPES[bench.server.model.stem.removesuffix("-tiny")]
-    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    kind, flags = OTHER_SHAPES[kind_of(bench)]
+    model = least_model(kind)
     with LlamaServer(model, directory, n_ctx=16384, extra_args=flags) as server:
         return grown(Bench(server, directory), 900, name="other")
 

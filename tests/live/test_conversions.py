@@ -19,8 +19,8 @@ from proxy.llama.requests import as_chat_body, generation_route, parse_body
 from proxy.servers.warming import own_request
 from proxy.serving.prompts import PromptReader
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
-from tests.lab.models import TEMPLATE_FOLDER, model_path
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.models import TEMPLATE_FOLDER, least_model
+from tests.lab.server import LlamaServer
 
 COUNT_PATHS = {
     "/v1/messages": "/v1/messages/count_tokens",
@@ -93,7 +93,7 @@ def server(
     template = str(request.param)
     directory = tmp_path_factory.mktemp(template)
     process = LlamaServer(
-        model_path("full", "tiny", DEFAULT_MODEL_FOLDER),
+        least_model("full"),
         directory,
         n_slots=1,
         extra_args=("--jinja", "--chat-template-file", str(TEMPLATES[template])),

@@ -102,11 +102,11 @@ def check_variables_and_annotations(prometheus: Prometheus) -> None:
     content = json.loads(DASHBOARD.read_text())
     models, proxies = (each for each in content["templating"]["list"] if each["type"] == "query")
     assert models["query"]["query"] == "label_values(llama_prefix_cache_served_models, model)"
-    assert prometheus.ask("label/model/values") == ["full-tiny"]
+    assert prometheus.ask("label/model/values") == ["full-least"]
     # Grafana takes `allValue` for what can be chosen, or all that can be.
     assert models["allValue"] == ".*" and "allValue" not in proxies
     (selector,) = re.findall(r"label_values\((.+), instance\)", proxies["query"]["query"])
-    for model, n_proxies in ((".*", 1), ("full-tiny", 1), ("another", 0)):
+    for model, n_proxies in ((".*", 1), ("full-least", 1), ("another", 0)):
         asked = {"match[]": selector.replace("$model", model)}
         assert len(prometheus.ask("label/instance/values", **asked)) == n_proxies
     for annotation in content["annotations"]["list"]:

@@ -33,9 +33,9 @@ from proxy.run.process import has_amx
 from proxy.settings import Settings
 from proxy.store.files import StateFiles
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.older_builds import rewriting, strip_context_checkpoints
-from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
+from tests.lab.server import REPOSITORY, LlamaServer
 from tests.live.conftest import StartRig, in_long
 
 NOBODY = 65534
@@ -78,7 +78,7 @@ def new_server(tmp_path: Path, directory: Path) -> NewServer:
 
     def describe(kind: str, *extra_args: str, **options: Any) -> LlamaServer:
         options = {"slot_save_path": directory, **options}
-        model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+        model = least_model(kind)
         log_path = tmp_path / "llama-server.log"
         return LlamaServer(model, extra_args=extra_args, log_path=log_path, **options)
 

@@ -6,14 +6,13 @@ from proxy.doctor.examination import examine
 from proxy.doctor.findings import findings_of
 from proxy.llama.files import StateFile, read_state_file
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.live.conftest import StartRig
 
 REQUESTS = agent_requests(2, 1, header=[system(100)])
 TOOLS = tools(2, 40)
-DRAFT = str(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+DRAFT = str(least_model("full"))
 DRAFTING = {
     "mtp": ("--spec-type", "draft-mtp"),
     "model": ("--spec-type", "draft-simple", "-md", DRAFT),

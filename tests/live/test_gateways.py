@@ -10,9 +10,9 @@ import pytest
 
 from tests.lab.conversation import agent_requests, system
 from tests.lab.gateway import Gateway
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.waiting import until
 from tests.live.conftest import in_long
 
@@ -26,7 +26,7 @@ async def behind(
     """Yield a rig whose proxy reaches its llama-server, or several in turns, by a gateway, and that one."""
     directory = folder / "slots"
     directory.mkdir(mode=0o700)
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("hybrid")
     servers = [LlamaServer(model, directory, n_slots=n_slots) for _ in range(n_servers)]
     gateway = Gateway([server.port for server in servers], folder, more)
     first, *others = servers

@@ -14,9 +14,9 @@ import pytest
 from proxy.settings import Settings
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.conversation import agent_requests, prose, system, tools, user
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.reader import Reader
-from tests.lab.server import DEFAULT_MODEL_FOLDER, request
+from tests.lab.server import request
 from tests.live.conftest import StartRig, in_long
 
 STARTS_SERVER = re.compile(r"^llama-server |^llama-prefix-cache (serve|run) ", re.M)
@@ -34,8 +34,8 @@ SHOWN = [b for b in BLOCKS if b.treatment == "checked by"]
 
 
 def new_reader(folder: Path, kind: str) -> Reader:
-    reader = Reader(folder, model_path(kind, "tiny", DEFAULT_MODEL_FOLDER))
-    (reader.home / "draft.gguf").symlink_to(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    reader = Reader(folder, least_model(kind))
+    (reader.home / "draft.gguf").symlink_to(least_model("full"))
     body = {"messages": [system(150), user(1)], "tools": TOOLS, "max_tokens": 4}
     (reader.home / "first-request.json").write_text(json.dumps(body))
     return reader

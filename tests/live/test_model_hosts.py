@@ -21,11 +21,11 @@ from proxy.core.slots import Slot
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.servers import addresses
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, find_free_port
+from tests.lab.server import LlamaServer, find_free_port
 from tests.lab.swap import Swap
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -335,7 +335,7 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
     tmp_path: Path, directory: Path
 ) -> None:
     first, second = agent_requests(1, 1, header=HEADER)
-    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("full")
     server = LlamaServer(model, directory, n_slots=2, n_ctx=32768)
     # What llama-swap watches lives on until that is told.
     is_told = tmp_path / "told"
@@ -510,7 +510,7 @@ async def test_llama_server_that_replaces_a_router_is_served_as_such(tmp_path: P
         await rig.chat(question, model="full", max_tokens=1)
         await Models(rig, router).attached({"full"})
         router.stop()
-        model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+        model = least_model("full")
         with LlamaServer(model, slots, port=router.port, log_path=tmp_path / "one.log"):
             await Models(rig, router).attached({router.base_url.removeprefix("http://")})
             await rig.reasons_are()

@@ -8,10 +8,10 @@ import pytest
 
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.reader import Reader
 from tests.lab.router import link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_ports, request
+from tests.lab.server import find_free_ports, request
 from tests.lab.waiting import wait_until
 
 MODELS = {"coder": "hybrid", "small": "full"}
@@ -62,7 +62,7 @@ def blocks_of(part: str) -> list[Block]:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    with Reader(tmp_path, model_path("full", "tiny", DEFAULT_MODEL_FOLDER)) as reader:
+    with Reader(tmp_path, least_model("full")) as reader:
         yield Host(reader)
 
 

@@ -10,9 +10,8 @@ from structlog.testing import capture_logs
 
 from proxy.llama.files import fingerprint_model
 from tests.lab.conversation import agent_requests, answer, prose, system, tools, user
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 
@@ -21,7 +20,7 @@ TOOLS = tools(1)
 SLACK_TOKENS = 32
 
 FOREIGN: dict[str, dict[str, Any]] = {
-    "KV types": {"extra_args": ("-ctk", "q8_0", "-ctv", "q8_0")},
+    "KV types": {"extra_args": ("-ctk", "f32", "-ctv", "f32")},
     "slots": {"n_slots": 3, "n_ctx": 3 * 32768},
     "unified cache": {"extra_args": ("-kvu",)},
     "flash attention": {"extra_args": ("-fa", "off")},
@@ -101,7 +100,7 @@ async def test_state_larger_than_the_context_is_not_restored(start_rig: StartRig
 
 def with_damaged_output(model: bytes) -> bytes:
     """Return a model whose output matrix is zeroed from its middle on, beyond the sampled bytes."""
-    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    reader = gguf.GGUFReader(least_model("full"))
     output = next(t for t in reader.tensors if t.name in ("output.weight", "token_embd.weight"))
     middle = int(output.data_offset + output.n_bytes // 2)
     return model[:middle] + bytes(output.n_bytes // 2) + model[middle + output.n_bytes // 2 :]
@@ -110,10 +109,10 @@ def with_damaged_output(model: bytes) -> bytes:
 async def test_other_weights_under_the_same_path_share_nothing(
     start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "full-tiny.gguf"
-    original = model_path("full", "tiny", DEFAULT_MODEL_FOLDER).read_bytes()
+    model = tmp_path / "full-least.gguf"
+    original = least_model("full").read_bytes()
     model.write_bytes(original)
-    monkeypatch.setattr("tests.live.conftest.DEFAULT_MODEL_FOLDER", tmp_path)
+    monkeypatch.setattr("tests.lab.models.DEFAULT_MODEL_FOLDER", tmp_path)
     async with start_rig("full") as rig:
         await fill(rig)
     fingerprint = fingerprint_model(model)
@@ -126,8 +125,8 @@ async def test_other_weights_under_the_same_path_share_nothing(
 
 
 def write_adapter(path: Path) -> None:
-    """Write a LoRA adapter for the tiny full-attention model."""
-    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    """Write a LoRA adapter for the full-attention model."""
+    reader = gguf.GGUFReader(least_model("full"))
     query = next(t for t in reader.tensors if t.name == "blk.0.attn_q.weight")
     n_in, n_out = (int(n) for n in query.shape)
     writer = gguf.GGUFWriter(path, "llama")

@@ -14,11 +14,10 @@ from proxy import app
 from proxy.llama.client import LlamaServer
 from proxy.servers import background
 from tests.lab.conversation import agent_requests, system, tool_call, tool_result, tools, user
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.page_cache import can_tell, folder_on_disk, forget
 from tests.lab.raw_client import RawClient
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 
@@ -170,7 +169,7 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
         asked = await queue(rig, (0, 1))
         await kill(rig, stream)
         n_reused = rig.sample("prompt_tokens_total", source="reused")
-        rig.server.model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+        rig.server.model = least_model("full")
         await asyncio.to_thread(rig.server.start)
         (reply,) = await asyncio.gather(*asked)
         assert rig.sample("restores_total", result="done") == 0
@@ -301,7 +300,7 @@ async def test_conversation_that_is_sent_again_from_its_beginning_finds_its_file
 
 def with_another_layer(model: bytes) -> bytes:
     """Return a model of the same shape that computes other values, as another fine-tune does."""
-    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    reader = gguf.GGUFReader(least_model("full"))
     values = next(t for t in reader.tensors if t.name == "blk.0.attn_v.weight")
     begin, end = int(values.data_offset), int(values.data_offset + values.n_bytes)
     turned = model[begin + values.n_bytes // 2 : end] + model[begin : end - values.n_bytes // 2]

@@ -25,10 +25,10 @@ from proxy.run import process
 from proxy.run.process import has_amx, keep_running
 from tests.lab.architectures import N_CONTEXT
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port, find_llama_server
+from tests.lab.server import find_free_port, find_llama_server
 from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
 from tests.live.test_window_repair import WRONG_BAR, distance
@@ -49,7 +49,7 @@ def new_run(tmp_path: Path) -> Iterator[StartRun]:
         directory = tmp_path / "slots" if has_directory else None
         if directory:
             directory.mkdir(exist_ok=True, mode=0o700)
-        model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+        model = least_model(kind)
         options = {"model": model, "slot_save_path": directory, **options}
         made.append(RunProcess(tmp_path / "run.log", **options))
         return made[-1]
@@ -113,7 +113,7 @@ def test_downloaded_model_gets_the_flags_that_its_file_asks_for(
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(commit)
     (repository / "snapshots" / commit).mkdir(parents=True)
-    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("swa")
     (repository / "snapshots" / commit / "swa-Q4_K_M.gguf").symlink_to(model.resolve())
     run = new_run(
         model=None,
@@ -316,7 +316,7 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time, _ in lines)
     page, clients = run.admin_url, run.base_url
     expected = (
-        r"starting llama-server: full-tiny.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
+        r"starting llama-server: full-least.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
         rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}; connect OpenCode, .*"
         rf" connect opencode --admin {page.removeprefix('http://')}",
         r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",

@@ -14,11 +14,11 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.lab.models import TEMPLATE_FOLDER, model_path
+from tests.lab.models import TEMPLATE_FOLDER, least_model
 from tests.lab.rig import Rig
 from tests.lab.sdks import anthropic_uses, openai_uses
 from tests.lab.sdks.observing import Use, seen_by
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.vocabulary import END_OF_TURN, train_vocabulary
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -70,7 +70,7 @@ async def compared(
     folder: Path, uses: list[Use], *, kind: str, extra_args: tuple[str, ...] = ()
 ) -> AsyncIterator[Compared]:
     (folder / "slots").mkdir(mode=0o700, parents=True)
-    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model(kind)
     options: dict[str, Any] = {"n_ctx": 8192, "extra_args": extra_args, "log_path": folder / "log"}
     server = LlamaServer(model, folder / "slots", **options)
     with server:

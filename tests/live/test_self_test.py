@@ -22,7 +22,7 @@ MOST_MEASURED_TOKENS = 8_000
 ANY_PREFIX = Rule(RuleKind.ANY_PREFIX)
 POINTS = Rule(RuleKind.RESTORE_POINTS)
 END_ONLY = Rule(RuleKind.END_ONLY)
-WINDOW = 2200  # the shortest measured length beyond the tiny model's window
+WINDOW = 2200  # the shortest measured length beyond the model's window
 SWA_POINTS, SWA_END = Rule(RuleKind.RESTORE_POINTS, WINDOW), Rule(RuleKind.END_ONLY, WINDOW)
 LONGER_THAN_A_WINDOW = 1000
 """Words of three tokens; llama-server keeps a batch of 2048 tokens behind the 512 of the window."""

@@ -11,9 +11,9 @@ import pytest
 
 from proxy.core.rates import POSITIONS, Rates, Transfer, UnitCost
 from tests.lab.conversation import Message, agent_requests, system
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.live.conftest import ONE_KIND
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
@@ -90,7 +90,7 @@ def start_pair(tmp_path: Path) -> StartPair:
     async def start(kind: str, **settings: Any) -> AsyncIterator[Pair]:
         directory = tmp_path / "slots"
         directory.mkdir(mode=0o700)
-        model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+        model = least_model(kind)
         servers = tuple(
             LlamaServer(model, directory, n_slots=1, n_ctx=32768, log_path=tmp_path / f"{i}.log")
             for i in range(2)

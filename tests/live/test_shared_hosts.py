@@ -13,11 +13,11 @@ from proxy.shared import tier
 from tests.lab.buckets import Bucket, JuiceFs, Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.objects import open_bucket
 from tests.lab.patience import wait_for_shared_store
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.waiting import HANG_SECONDS, until
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
@@ -69,7 +69,7 @@ async def open_pair(
         for name in ("one", "two"):
             directory = folder / name
             directory.mkdir(mode=0o700)
-            model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+            model = least_model(kind)
             log_path = folder / f"{name}.log"
             server = LlamaServer(model, directory, n_slots=1, n_ctx=16384, log_path=log_path)
             rig = Rig(server, directory, shared_store=told, drain_seconds=HANG_SECONDS)

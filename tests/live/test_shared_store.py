@@ -17,10 +17,10 @@ from proxy.shared.objects import Listed
 from tests.lab.buckets import Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.patience import wait_for_shared_store
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.lab.waiting import until
 from tests.live.conftest import ONE_KIND
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
@@ -72,7 +72,7 @@ def start_machines(tmp_path: Path) -> StartMachines:
 
     @asynccontextmanager
     async def start(kind: str, *, n_machines: int = 2, **settings: Any) -> AsyncIterator[Machines]:
-        model, rigs = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER), list[Rig]()
+        model, rigs = least_model(kind), list[Rig]()
         (shared := tmp_path / "shared").mkdir()
         settings = {"shared_store": f"file://{shared}"} | settings
         async with AsyncExitStack() as opened:

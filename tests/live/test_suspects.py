@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.lab.conversation import system, user
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.poison import Poison, started_again
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
-from tests.lab.server import DEFAULT_MODEL_FOLDER
 from tests.live.conftest import StartRig, in_long
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -98,7 +97,7 @@ async def test_state_that_ends_llama_server_under_run_ends_it_once(
 ) -> None:
     async with poisoned(start_rig):
         pass
-    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("full")
     run = RunProcess(
         tmp_path / "run.log",
         model=model,

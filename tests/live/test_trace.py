@@ -90,5 +90,5 @@ async def test_report_has_each_kind_of_request_and_no_path(
     assert any(name.startswith("build_info{version=") for name in measured)
     assert all(float(value) >= 0 for value in measured.values()) and "bucket" not in str(measured)
     assert report["machine"] and report["servers"][0]["build"]
-    assert report["model"]["name"] == "hybrid-tiny.gguf"
+    assert report["model"]["name"] == "hybrid-least.gguf"
     assert str(tmp_path) not in file.read_text() and "/" not in str(report["flags"])

@@ -11,10 +11,10 @@ import pytest
 
 from proxy.store.offline import open_offline
 from tests.documents.blocks import Block, blocks_for
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.reader import Reader
 from tests.lab.router import Router, link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, DEFAULT_SERVER_FOLDER, LlamaServer, request
+from tests.lab.server import DEFAULT_SERVER_FOLDER, LlamaServer, request
 from tests.lab.swap import Swap
 from tests.lab.waiting import wait_until
 
@@ -23,7 +23,7 @@ PRINTABLE = re.compile(rb"[\x20-\x7e\n]{8,}")
 PLACEHOLDER = re.compile(r"%[-+ 0#]*[\d*.]*(?:hh|h|ll|l|z)?[a-zA-Z]")
 PREFIX = re.compile(r"^(?:%s: |(?:srv|slot) +%12\.\*s: (?:id %2d \| task %d \| )?)")
 """What a format begins with before the words that pages quote."""
-HYBRID = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+HYBRID = least_model("hybrid")
 IDS = [100 + i * 37 % 3000 for i in range(3000)]
 
 

@@ -7,16 +7,9 @@ from pathlib import Path
 import pytest
 
 from proxy.run.process import has_amx
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.older_server import binary_of
-from tests.lab.server import (
-    DEFAULT_MODEL_FOLDER,
-    REPOSITORY,
-    SLOTS_APART,
-    LlamaServer,
-    find_free_port,
-    find_llama_server,
-)
+from tests.lab.server import REPOSITORY, SLOTS_APART, LlamaServer, find_free_port, find_llama_server
 
 FOLDER = REPOSITORY / "docs" / "upstream"
 SHOWN = 0
@@ -43,7 +36,7 @@ def run(script: str, *arguments: str) -> tuple[int, str]:
     ],
 )
 def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_path: Path) -> None:
-    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model(kind)
     binary = binary_of(build) if build else find_llama_server()
     server = LlamaServer(model, tmp_path, n_slots=1, n_ctx=8192, binary=binary)
     server.start()
@@ -59,7 +52,7 @@ def test_reproduction_shows_the_defect(script: str, kind: str, build: str, tmp_p
 
 @pytest.mark.parametrize("kind", ["full", "hybrid"])
 def test_late_copy_overwrites_restored_states(kind: str, tmp_path: Path) -> None:
-    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model(kind)
     flags = ("--cache-ram", "1024")  # the last flag wins
     server = LlamaServer(model, tmp_path, n_slots=2, n_ctx=16384, extra_args=flags)
     server.start()
@@ -74,7 +67,7 @@ def test_late_copy_overwrites_restored_states(kind: str, tmp_path: Path) -> None
 def test_amx_kernels_mix_up_slots_unless_weights_are_not_repacked(
     tmp_path: Path, flag: str
 ) -> None:
-    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("hybrid")
     server = LlamaServer(model, tmp_path, extra_args=(flag,))
     server.start()
     try:
@@ -86,7 +79,7 @@ def test_amx_kernels_mix_up_slots_unless_weights_are_not_repacked(
 
 @pytest.mark.long
 def test_several_sigterms_at_once_leave_a_process_that_never_ends() -> None:
-    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER).resolve()
+    model = least_model("full").resolve()
     options = ["--host", "127.0.0.1", "--port", str(find_free_port()), "-c", "512", "-t", "1"]
     status, said = run(
         "parent_death_signals_twice.py", "30", str(find_llama_server()), "-m", str(model), *options

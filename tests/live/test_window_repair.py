@@ -18,10 +18,10 @@ from structlog.testing import capture_logs
 from proxy.core.launch import Launch
 from proxy.llama.files import StateFile, read_state_file
 from proxy.llama.state_edits import repair_window
-from tests.lab.models import model_path
+from tests.lab.models import least_model
 from tests.lab.older_builds import strip_context_checkpoints, to_version_3
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import LlamaServer
 from tests.live.conftest import StartRig, in_long
 
 WINDOW = 512
@@ -85,7 +85,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     directory = tmp_path_factory.mktemp("slots")
-    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("swa")
     server = LlamaServer(model, directory, n_slots=2, n_ctx=16384)
     server.start()
     try:
@@ -146,7 +146,7 @@ def test_state_hardly_longer_than_the_window_is_left_alone(bench: Bench, n_token
 
 def test_window_without_flash_attention_is_repaired_in_every_strip(tmp_path: Path) -> None:
     """Then V is transposed: one strip per embedding value instead of one row per cell."""
-    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    model = least_model("swa")
     server = LlamaServer(model, tmp_path, n_ctx=8192, extra_args=("-fa", "off"))
     server.start()
     try:

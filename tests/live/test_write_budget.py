@@ -12,7 +12,7 @@ from tests.lab.rig import Rig
 from tests.live.conftest import StartRig, in_long
 
 HEADER = [system(150)]
-MORE_BYTES = 2 << 20
+MORE_BYTES = 1 << 20
 N_CONVERSATIONS = 16
 
 
