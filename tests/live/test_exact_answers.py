@@ -18,6 +18,8 @@ CHAT = "/v1/chat/completions"
 EXACTLY = ("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-b", "512")
 BAR = 0.02
 """The order of cells rounds by up to 0.004; one cell that a restored window lacks moves 0.18."""
+SPARSE_BAR = 0.15
+"""Near ties in an index of sparse attention go the other way: up to 0.13, in llama-server alone too."""
 N_TOP = 10
 
 
@@ -84,4 +86,5 @@ async def test_restored_and_live_states_are_answered_exactly_as_alone(
             for messages in (talk, edited, [*talk, answer(2), user(30, 20)]):
                 await compared.ask(messages)
         assert rig.sample("restored_tokens_total") > 1000
-        assert max(await compared.distances()) <= BAR
+        bar = SPARSE_BAR if kind == "sparse_window" else BAR
+        assert max(await compared.distances()) <= bar
