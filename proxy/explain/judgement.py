@@ -55,11 +55,15 @@ class Account:
         self.evaluation_seconds += seconds
 
     def value(self, rates: Rates, fetch_seconds: float) -> None:
-        """Note the seconds that the reuse saved, less those of a fetch, if speeds were measured."""
+        """Note the seconds that the reuse saved, less those of a fetch, if speeds were measured.
+
+        Earlier tokens cost no more than those that were evaluated now: the *rates* may be from a busy hour.
+        """
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            saved_seconds = whole - rest - self.restore_seconds - fetch_seconds
+            most = self.n_reused * self.evaluation_seconds / max(1, self.n_evaluated)
+            saved_seconds = min(whole - rest, most) - self.restore_seconds - fetch_seconds
             self.saved_seconds = round(saved_seconds, 4) + 0.0  # no minus zero
 
     def move(self, plan: Plan) -> None:

@@ -69,6 +69,19 @@ def test_nothing_saved_has_no_minus() -> None:
     assert str(kept.saved_seconds) == "0.0"
 
 
+@pytest.mark.parametrize(("prompt_ms", "saved_seconds"), [(60, 0.9), (600, 5.0), (0, 5.0)])
+def test_saved_seconds_are_no_more_than_its_own_evaluation_bears_out(
+    prompt_ms: float, saved_seconds: float
+) -> None:
+    """The speeds may be from a brief prompt that was evaluated beside another one."""
+    slow = Rates().after_evaluation(0, 128, 0.75)
+    kept = Account(Plan(LIVE), n_prompt=1000)
+    kept.add(Timings(960, 40, prompt_ms=prompt_ms), slow)
+    kept.restore_seconds = 0.54
+    kept.value(slow, 0.0)
+    assert kept.saved_seconds == pytest.approx(saved_seconds, rel=0.03)
+
+
 def test_outcome_without_any_reply_is_a_miss() -> None:
     assert account(RESTORE).outcome == "miss"
     assert not account(RESTORE).is_ineffective_restore
