@@ -194,8 +194,7 @@ class SlotSaves:
     def take_up_postponed(self) -> None:
         """Make postponed saves due again where the slot still holds the same."""
         for slot_id, (before, given_up) in self._postponed.items():
-            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
-                self._table.set_content(slot_id, before)
+            self._table.refine(slot_id, given_up, before)
         self._postponed.clear()
 
 
