@@ -302,7 +302,7 @@ class Process(ServerServices):
         if (lease := self.queue.try_lease(slot_id, overtakes_all=True)) is None:
             return
         with lease:
-            await self.finish(lease, self.saves.write_back(slot_id))
+            await self.finish(lease, self.saves.begin(slot_id))
             with self.faults.suppressed("erase", errors.UpstreamFault):
                 await self.finish(lease, self.erase(slot_id))
 

@@ -139,7 +139,7 @@ class UncachedRequest:
         process = self._process
         content = process.slots[slot_id].content
         if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
-            await process.finish(lease, process.saves.write_back(slot_id))
+            await process.finish(lease, process.saves.begin(slot_id, is_used=True))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True
         # /v1/messages has no flag against reuse. If a slot cannot be erased, one token overwrites it.

@@ -97,6 +97,22 @@ async def test_request_is_answered_while_what_it_and_one_before_displaced_is_com
         assert (await rig.chat("a")).n_reused > 300
 
 
+@pytest.mark.parametrize(("n_slots", "fields"), [(1, {"n_cache_reuse": 8}), (2, {})])
+async def test_request_is_answered_while_what_it_empties_is_committed(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, n_slots: int, fields: dict[str, int]
+) -> None:
+    faults = Faults(clears_idle_slots=n_slots > 1)
+    async with start_rig(n_slots=n_slots, faults=faults, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        commits = hold_commits(monkeypatch)
+        asked = rig.begin_chat("b", **fields)
+        await commits.reached()
+        await until(asked.done)
+        assert rig.checkpoints == []
+        commits.open()
+        await until(lambda: rig.checkpoints)
+
+
 async def test_disk_that_commits_nothing_gets_no_more_files_of_a_slot(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
