@@ -12,8 +12,8 @@ from functools import partial
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
 from proxy.core.rates import Rates
-from proxy.core.saving import is_worth_saving, is_write_back_due, state_bytes
-from proxy.core.slots import Known, Slot, SlotPhase, n_busy, not_to_save, shared_tokens
+from proxy.core.saving import is_write_back_due
+from proxy.core.slots import Slot, SlotPhase, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
 from proxy.log import get_logger
 from proxy.serving.planning import plan_in, verify
@@ -170,19 +170,14 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> "asyncio.Futur
 
 def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
     """Return whether to save a slot if it was idle for so long; without *idle_seconds* if it is dirty."""
-    content = slot.content
-    if slot.is_leased or not is_write_back_due(process.rule, content):
+    if slot.is_leased or not is_write_back_due(process.rule, slot.content):
         return False
     if idle_seconds is None:
         return True
-    if n_stalled := n_busy(process.slots):
+    if n_busy(process.slots):
         idle_seconds *= MAX_PUT_OFF
-    if slot.used_at > time.monotonic() - idle_seconds:
-        return False
-    if not isinstance(content, Known):
-        return True
-    size_bytes = state_bytes(process.sizes, content)
-    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates, max(1, n_stalled))
+    is_idle = slot.used_at <= time.monotonic() - idle_seconds
+    return is_idle and process.pays_to_save(slot.content)
 
 
 # Stored states are verified.

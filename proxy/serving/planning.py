@@ -41,8 +41,7 @@ def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield candidates with only those context checkpoints of their files that llama-server loads."""
     for candidate in found:
         checkpoint = as_loaded(candidate.checkpoint, process.n_loaded_points)
-        is_whole = checkpoint is candidate.checkpoint
-        yield candidate if is_whole else replace(candidate, checkpoint=checkpoint)
+        yield replace(candidate, checkpoint=checkpoint)
 
 
 def counts_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:

@@ -22,7 +22,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import UBATCH_TOKENS
 from proxy.core.model import NO_RULE, Candidate, Checkpoint, Prompt, Quarantine, Rule, SlotId
 from proxy.core.rates import Rates
-from proxy.core.saving import StateSize
+from proxy.core.saving import StateSize, is_worth_saving, state_bytes
 from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, SlotTable, Unknown
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause
@@ -261,6 +261,13 @@ class Process(ServerServices):
             n_kept=self.n_kept_points,
         )
 
+    def pays_to_save(self, content: Content) -> bool:
+        """Return whether a save of a slot's content now is worth its seconds to each request."""
+        if not isinstance(content, Known):
+            return True  # only a save tells the tokens
+        size_bytes, n_stalled = state_bytes(self.sizes, content), max(1, slots.n_busy(self.slots))
+        return is_worth_saving(content, content.n_unsaved, size_bytes, self.rates, n_stalled)
+
     # Slots as llama-server sees them.
 
     async def slot_states(self) -> list[SlotStatus]:
@@ -296,13 +303,16 @@ class Process(ServerServices):
         self.slots.set_content(slot_id, Empty())
 
     async def empty(self, slot_id: SlotId) -> None:
-        """Save a free slot's content, then erase the slot; an empty or leased slot is left alone."""
-        if isinstance(self.slots[slot_id].content, Empty):
+        """Save a free slot if it pays, then erase the slot; an empty or leased slot is left alone."""
+        content = self.slots[slot_id].content
+        if isinstance(content, Empty):
             return
+        pays = self.pays_to_save(content)
         if (lease := self.queue.try_lease(slot_id, overtakes_all=True)) is None:
             return
         with lease:
-            await self.finish(lease, self.saves.begin(slot_id))
+            if pays:
+                await self.finish(lease, self.saves.begin(slot_id))
             with self.faults.suppressed("erase", errors.UpstreamFault):
                 await self.finish(lease, self.erase(slot_id))
 

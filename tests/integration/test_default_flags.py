@@ -1,6 +1,7 @@
 """llama-server with default flags: a slot that starts to run empties all idle ones."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from proxy import app
 from proxy.core.eviction import Removal
 from proxy.core.messages import Kind
 from proxy.core.model import SlotId
+from proxy.core.rates import Transfer, UnitCost
 from proxy.core.slots import Known
 from proxy.servers import background
 from proxy.serving import uncached
@@ -225,6 +227,19 @@ async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start
         await until(lambda: rig.running.server.n_queued == 1)
         go_on.set()
         assert (await behind).n_reused == 308
+
+
+async def test_work_that_is_evaluated_sooner_than_saved_holds_up_no_start(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        slow = Transfer(UnitCost(9.0, 9.0), UnitCost(1e-9, 9.0))
+        process.rates = replace(process.rates, save=slow)
+        await rig.chat("b")
+        assert not process.saves.under_way and not rig.checkpoints
+        assert nothing_is_wrong(rig)
 
 
 async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
