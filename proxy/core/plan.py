@@ -36,9 +36,6 @@ from proxy.core.rates import Rates
 from proxy.core.slots import Empty, Known, Slot, Unknown, live_reuse, must_be_erased, shared_tokens
 from proxy.core.tokens import common_prefix_length
 
-MAX_LOST_TOKENS = SLACK_TOKENS
-"""A slot that would lose no more unsaved tokens than this to another request is not saved first."""
-
 HALF_LIFE_SECONDS = 600.0
 """An agent is back within minutes or not soon: after this time a slot's content counts half."""
 
@@ -286,7 +283,7 @@ def displacements_by(
 
     def displacement(n_reused: int | None) -> Displacement:
         n_lost = min(content.n_unsaved, content.n_tokens - (0 if n_reused is None else n_common))
-        saves = n_lost > MAX_LOST_TOKENS and saving.is_write_back_due(now.rule, content)
+        saves = n_lost > SLACK_TOKENS and saving.is_write_back_due(now.rule, content)
         saves = saves and saving.is_worth_saving(content, n_lost, size_bytes, rates, 1 + now.n_busy)
         delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
         remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)

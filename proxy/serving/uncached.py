@@ -6,7 +6,6 @@ from contextlib import ExitStack, suppress
 
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
-from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.residency import choose_slot_for_brief, choose_slot_for_bypass
 from proxy.core.slots import TAINTED, Known, Slot, Unknown, must_be_erased
 from proxy.core.tokens import Namespace
@@ -138,7 +137,7 @@ class UncachedRequest:
     async def _clear(self, lease: Lease, slot_id: SlotId) -> bool:
         process = self._process
         content = process.slots[slot_id].content
-        if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
+        if isinstance(content, Known) and process.pays_to_save(content):
             await process.finish(lease, process.saves.begin(slot_id, is_used=True))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True

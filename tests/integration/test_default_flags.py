@@ -229,15 +229,17 @@ async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start
         assert (await behind).n_reused == 308
 
 
+@pytest.mark.parametrize(("n_slots", "fields"), [(1, {"n_cache_reuse": 8}), (2, {})])
 async def test_work_that_is_evaluated_sooner_than_saved_holds_up_no_start(
-    start_rig: StartRig,
+    start_rig: StartRig, n_slots: int, fields: dict[str, int]
 ) -> None:
-    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+    faults = Faults(clears_idle_slots=n_slots > 1)
+    async with start_rig(n_slots=n_slots, faults=faults, idle_save_seconds=60.0) as rig:
         await rig.chat("a")
         process = await rig.attached()
         slow = Transfer(UnitCost(9.0, 9.0), UnitCost(1e-9, 9.0))
         process.rates = replace(process.rates, save=slow)
-        await rig.chat("b")
+        await rig.chat("b", **fields)
         assert not process.saves.under_way and not rig.checkpoints
         assert nothing_is_wrong(rig)
 

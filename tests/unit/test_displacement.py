@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import Prompt, Rule
-from proxy.core.plan import (
-    HALF_LIFE_SECONDS,
-    MAX_LOST_TOKENS,
-    NOTHING_DISPLACED,
-    Displacement,
-    is_continued,
-)
+from proxy.core.plan import HALF_LIFE_SECONDS, NOTHING_DISPLACED, Displacement, is_continued
 from proxy.core.rates import Rates
 from proxy.core.saving import N_RETURNS, is_write_back_due
 from proxy.core.slots import Content, Empty, Known, Unknown, not_to_save
@@ -41,7 +36,7 @@ from tests.unit.situations import (
 RATES = steady(500.0, 1e6)
 
 
-MOST = MAX_LOST_TOKENS
+MOST = SLACK_TOKENS
 
 
 def is_saved(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> bool:
@@ -135,7 +130,7 @@ def test_displace_of_what_no_rule_can_bring_back_costs_evaluating_it_again() -> 
 
 
 def test_displace_of_little_unsaved_work_does_not_save_it() -> None:
-    held = Known(run_of(1000), NAMESPACE, n_saved=1000 - MAX_LOST_TOKENS)
+    held = Known(run_of(1000), NAMESPACE, n_saved=1000 - MOST)
     assert not moved_out(held).saves
     assert moved_out(replace(held, n_saved=held.n_saved - 1)).saves
 
@@ -189,7 +184,7 @@ def test_displace_of_anything_saves_only_what_a_save_can_bring_back(
 ) -> None:
     made = displaced(content, Prompt(tokens, NAMESPACE), n_kept, rule, rates, size_bytes)
     assert made.saves <= (rule.can_restore and is_write_back_due(rule, content))
-    assert made.saves <= (content.n_unsaved > MAX_LOST_TOKENS)
+    assert made.saves <= (content.n_unsaved > MOST)
     assert (made.delay_seconds > 0) <= made.saves
     assert 0 <= made.delay_seconds <= made.seconds
 
