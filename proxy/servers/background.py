@@ -177,7 +177,9 @@ def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
     if n_busy(process.slots):
         idle_seconds *= MAX_PUT_OFF
     is_idle = slot.used_at <= time.monotonic() - idle_seconds
-    return is_idle and process.pays_to_save(slot.content)
+    # Else the slot, and its next request, would wait until the disk has an earlier file.
+    may_begin = not process.saves.uncommitted[slot.id].locked()
+    return is_idle and may_begin and process.pays_to_save(slot.content)
 
 
 # Stored states are verified.

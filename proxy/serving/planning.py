@@ -38,10 +38,9 @@ def has_file(process: Process, prompt: Prompt, n_saved: int) -> bool:
 
 
 def loaded(process: Process, found: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield candidates with only those context checkpoints of their files that llama-server loads."""
-    for candidate in found:
-        checkpoint = as_loaded(candidate.checkpoint, process.n_loaded_points)
-        yield replace(candidate, checkpoint=checkpoint)
+    """Return candidates with only those context checkpoints of their files that llama-server loads."""
+    n_points = process.n_loaded_points
+    return (replace(c, checkpoint=as_loaded(c.checkpoint, n_points)) for c in found)
 
 
 def counts_on_fewer(process: Process, checkpoint: Checkpoint, n_missed: int) -> bool:

@@ -30,7 +30,7 @@ class SlotSaves:
         self._metrics = process.metrics
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
         """What slots held when there was no room to save it, and the same, marked as given up."""
-        self._uncommitted = [asyncio.Semaphore(2) for _ in process.slots]
+        self.uncommitted = [asyncio.Semaphore(2) for _ in process.slots]
         """Two files of a slot may wait for their commit: on a slow disk more would pile up."""
         self.turns = [Turns() for _ in process.slots]
         """Taken from the end of llama-server's write until the file is committed."""
@@ -64,7 +64,7 @@ class SlotSaves:
         Other requests can wait for the state. A request that needs the slot does not fail with the save.
         *free* and *is_used* are those of `begin`. A slot's files are committed in the order of its saves.
         """
-        async with self._uncommitted[slot_id]:
+        async with self.uncommitted[slot_id]:
             process, saver = self._process, self._process.saver
             # `before` is what is saved; the slot table has `held`, unless another request has the slot.
             held = before = self._table[slot_id].content

@@ -12,10 +12,11 @@ import pytest
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, SlotId
-from proxy.core.saving import StateSize
+from proxy.core.saving import StateSize, is_write_back_due
 from proxy.core.slots import TAINTED, Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
+from proxy.servers.background import is_due
 from proxy.serving import planning, saver
 from proxy.serving.process import Process
 from proxy.store.files import StateFiles
@@ -127,6 +128,23 @@ async def test_disk_that_commits_nothing_gets_no_more_files_of_a_slot(
         commits.open()
         assert (await behind).status == 200
         await until(lambda: len(rig.checkpoints) == 3)
+
+
+async def test_idle_slot_is_not_saved_while_two_of_its_files_wait_for_the_disk(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=0.1) as rig:
+        commits, process = hold_commits(monkeypatch), await rig.attached()
+        for n_files in (1, 2):
+            await rig.chat("a", max_tokens=40)
+            await until(lambda n=n_files: len(rig.temporary_files()) == n)
+            await until(process.slots.free)
+        await rig.chat("a", max_tokens=40)
+        assert is_write_back_due(process.rule, process.slots[FIRST].content)
+        assert not is_due(process, process.slots[FIRST], 0.0), "the next request would wait"
+        commits.open()
+        await rig.settled()
+        assert len(rig.checkpoints) == 1
 
 
 async def test_relatives_of_a_state_are_found_beside_requests(
