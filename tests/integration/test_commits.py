@@ -135,12 +135,16 @@ async def test_idle_slot_is_not_saved_while_two_of_its_files_wait_for_the_disk(
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=0.1) as rig:
         commits, process = hold_commits(monkeypatch), await rig.attached()
-        for n_files in (1, 2):
+
+        def is_dirty() -> bool:
+            return is_write_back_due(process.rule, process.slots[FIRST].content)
+
+        for _ in range(2):
             await rig.chat("a", max_tokens=40)
-            await until(lambda n=n_files: len(rig.temporary_files()) == n)
-            await until(process.slots.free)
+            await until(lambda: not is_dirty() and process.slots.free())
+        await until(lambda: len(rig.temporary_files()) == 2)
         await rig.chat("a", max_tokens=40)
-        assert is_write_back_due(process.rule, process.slots[FIRST].content)
+        assert is_dirty()
         assert not is_due(process, process.slots[FIRST], 0.0), "the next request would wait"
         commits.open()
         await rig.settled()
