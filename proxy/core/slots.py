@@ -220,11 +220,7 @@ SLOT_STATES = ("leased", "known", "empty", "unknown")
 
 def state_of(slot: Slot) -> str:
     """Return one of SLOT_STATES: whether a slot is in use, else what is known of its content."""
-    if slot.is_leased:
-        return "leased"
-    if isinstance(slot.content, Known):
-        return "known"
-    return "empty" if isinstance(slot.content, Empty) else "unknown"
+    return "leased" if slot.is_leased else type(slot.content).__name__.lower()
 
 
 def n_busy(slots: Iterable[Slot]) -> int:

@@ -48,7 +48,6 @@ SIZES = "sizes {model}"
 RATES = "rates {model} {build}"
 MAX_SIZES = 256
 """The size of the next state is guessed from the sizes of so many."""
-_MAX_KEYS = 1024
 ENDED_LLAMA_SERVER = "llama-server ended while it restored, used or saved this state"
 
 
@@ -95,7 +94,7 @@ class Process(ServerServices):
 
     # Clients' API keys.
     asks_for_key: bool = True  # whether llama-server refuses requests without a key
-    taken_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
+    taken_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(1024))
     """Whether llama-server takes a key, by the key's digest."""
     is_one_tenant: bool = False  # whether all keys share states
     tenants: set[bytes] = field(default_factory=set)

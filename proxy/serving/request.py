@@ -13,7 +13,7 @@ from proxy.core.messages import Conversation, Kind, Route
 from proxy.core.model import Prompt, salted_tenant
 from proxy.core.slots import Content, Known, Unknown
 from proxy.core.tokens import Namespace
-from proxy.explain.judgement import NOT_JUDGED, Account, Judgement
+from proxy.explain.judgement import Account, Judgement
 from proxy.explain.sketch import words_of
 from proxy.llama import requests
 from proxy.llama.answers import Answer
@@ -35,10 +35,6 @@ starts.
 
 def do_nothing() -> None:
     """Do nothing when llama-server starts a request."""
-
-
-def not_looked_up() -> Judgement:
-    return NOT_JUDGED
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,7 +85,7 @@ class Request:
     is_sent: bool = False  # whether llama-server may have seen it
     answer: Answer | None = None
     answered_at: float = 0.0  # when its answer was whole, or its client left (monotonic)
-    foresee: Callable[[], Judgement] = not_looked_up
+    foresee: Callable[[], Judgement] = Judgement
     """Returns the judgement that will be reported if all goes as planned."""
     shared: str = ""  # what the shared store gave; empty if nothing was asked of it
     fetch_seconds: float = 0.0  # how long that took
@@ -119,7 +115,7 @@ class Request:
         (self.raw, self.body), self.server, self.namespace = self._received, server, namespace
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.encoded, self.is_sent = (), False
-        self.foresee, self.shared = not_looked_up, ""
+        self.foresee, self.shared = Judgement, ""
         self.conversation, self.extends, self.is_brief, self.fetch_seconds = None, None, False, 0.0
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

@@ -7,12 +7,13 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway, TooManyRequests
+from proxy.explain.judgement import Judgement
 from proxy.llama import requests
 from proxy.llama.client import Body
 from proxy.llama.connection import end_to_end
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
-from proxy.serving.request import Request, not_looked_up
+from proxy.serving.request import Request
 from proxy.serving.services import Services
 from proxy.serving.tenants import client_name, keys_of, tenant_of
 from proxy.tasks import Deadline
@@ -139,7 +140,7 @@ class Front:
         finally:
             in_flight.pop(request.id, None)
             # Request and exchange refer to each other: the body would stay until Python collects garbage.
-            exchange.request, request.foresee = None, not_looked_up
+            exchange.request, request.foresee = None, Judgement
 
     async def _read_body(self, incoming: web.Request) -> bytes:
         """Return the body, in which an alias became the model's name; raises ProxyError over the limits."""
