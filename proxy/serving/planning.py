@@ -16,8 +16,8 @@ from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
 
-LEAST_READ_SECONDS = 5
-"""A state may take so long to be read, however soon its tokens would be evaluated."""
+LEAST_DISK_SECONDS = 5
+"""A disk may take so long for a state, however soon its tokens would be evaluated."""
 
 
 def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], int]:
@@ -96,12 +96,16 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
 
 
 async def verify(process: Process, checkpoint: Checkpoint, n_tokens: int) -> None:
-    """Verify a checkpoint of which *n_tokens* are wanted; raises StoreFault if it cannot be.
+    """Verify a checkpoint of which *n_tokens* are wanted; raises StoreFault if it cannot be."""
+    await process.store.verify(checkpoint, most_seconds=disk_seconds(process, n_tokens))
+
+
+def disk_seconds(process: Process, n_tokens: int) -> float:
+    """Return how long a disk may take to read or write a state of which *n_tokens* are wanted.
 
     A disk that fails may take for ever: it gets the time in which llama-server would evaluate the tokens.
     """
-    seconds = round(process.rates.evaluation_seconds(0, n_tokens))
-    await process.store.verify(checkpoint, most_seconds=max(LEAST_READ_SECONDS, seconds))
+    return max(LEAST_DISK_SECONDS, round(process.rates.evaluation_seconds(0, n_tokens)))
 
 
 def plan_behind_media(process: Process, request: Request) -> Plan | None:

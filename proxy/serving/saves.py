@@ -5,6 +5,7 @@ the holder of the slot's lease may save it. Every method leaves the table true, 
 """
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 
 from proxy.core import slots
@@ -15,7 +16,7 @@ from proxy.core.saving import at_savable_point, is_write_back_due
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 from proxy.errors import CacheFault, NoRoom, UpstreamLost
-from proxy.serving.planning import displaced_state
+from proxy.serving.planning import disk_seconds, displaced_state
 from proxy.serving.process import Process
 from proxy.serving.saver import SavedSlot
 from proxy.tasks import Turns
@@ -61,8 +62,9 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 
-        Other requests can wait for the state. A request that needs the slot does not fail with the save.
-        *free* and *is_used* are those of `begin`. A slot's files are committed in the order of its saves.
+        Other requests can wait for the state, but not long for the disk. A request that needs the slot does
+        not fail with the save. *free* and *is_used* are those of `begin`. A slot's files are committed in
+        the order of its saves.
         """
         async with self.uncommitted[slot_id]:
             process, saver = self._process, self._process.saver
@@ -71,7 +73,10 @@ class SlotSaves:
             if process.queue.is_closed or not is_write_back_due(process.rule, before):
                 return None
             try:
-                announced = process.queue.announced(displaced_state(process, slot_id))
+                state, announced = displaced_state(process, slot_id), ExitStack()
+                announced.enter_context(process.queue.announced(state))
+                seconds = disk_seconds(process, state.n_tokens if state else 0)
+                asyncio.get_running_loop().call_later(seconds, announced.close)
                 with announced, process.watching(DegradationKind.SAVES_FAIL, Exception):
                     async with saver.room_for(before) as name:
                         process.require_alive()

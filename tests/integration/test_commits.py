@@ -151,6 +151,17 @@ async def test_idle_slot_is_not_saved_while_two_of_its_files_wait_for_the_disk(
         assert len(rig.checkpoints) == 1
 
 
+async def test_state_that_the_disk_does_not_take_in_time_is_evaluated_again(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        monkeypatch.setattr(planning, "LEAST_DISK_SECONDS", 0.1)
+        commits = await displace_and_hold(rig, monkeypatch)
+        assert (await rig.chat("a")).n_reused <= 4
+        commits.open()
+        await rig.settled()
+
+
 async def test_relatives_of_a_state_are_found_beside_requests(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +438,7 @@ async def test_state_is_kept_without_the_points_of_an_older_file_that_the_disk_d
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_an_idle_machine(monkeypatch)
-    monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+    monkeypatch.setattr(planning, "LEAST_DISK_SECONDS", 0.1)
     back = threading.Event()
     async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS, idle_save_seconds=60.0) as rig:
         process, before = await lose_points_that_a_file_has(rig)

@@ -13,7 +13,7 @@ from proxy.core.model import SlotId
 from proxy.core.rates import Transfer, UnitCost
 from proxy.core.slots import Known
 from proxy.servers import background
-from proxy.serving import uncached
+from proxy.serving import planning, uncached
 from proxy.serving.launches import Launches, begun_since
 from proxy.serving.saver import Saver
 from proxy.store.store import CheckpointStore
@@ -211,8 +211,9 @@ async def test_abandoned_prompt_is_saved_before_the_next_start(start_rig: StartR
 
 
 async def test_slot_whose_save_is_not_committed_is_emptied_before_the_next_start(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(planning, "LEAST_DISK_SECONDS", HANG_SECONDS)
     async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
         rig.server.faults.chunk_seconds = 0.01
         gate = rig.server.hold("save", n_calls=1)

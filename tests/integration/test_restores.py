@@ -262,7 +262,7 @@ async def test_state_that_the_disk_does_not_bring_in_time_is_used_once_it_has_co
         monkeypatch.setattr(StateFiles, "n_changed", read_late)
         try:
             with monkeypatch.context() as impatient:
-                impatient.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+                impatient.setattr(planning, "LEAST_DISK_SECONDS", 0.1)
                 assert (await rig.chat("a")).n_reused < 5
         finally:
             back.set()
@@ -276,7 +276,7 @@ async def test_state_that_the_disk_does_not_bring_in_time_is_used_once_it_has_co
 async def test_no_request_waits_for_a_state_that_the_disk_does_not_bring_to_evaluate_ahead(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "LEAST_READ_SECONDS", 0.1)
+    monkeypatch.setattr(planning, "LEAST_DISK_SECONDS", 0.1)
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         await rig.stop_proxy()
