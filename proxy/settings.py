@@ -48,6 +48,8 @@ def _text(title: str, pattern: str) -> Meta:
 
 
 Address = Annotated[str, _text("HOST:PORT", _ADDRESS)]
+# Bytes that are not UTF-8 come as these characters.
+Directory = Annotated[str, _text("path in UTF-8", r"[^\ud800-\udfff]+")]
 Urls = Annotated[str, _text("http:// or https:// URL, or several, separated by commas", _URLS)]
 OpenPaths = Annotated[str, _text("`health`, `metrics` or both, separated by a comma", _OPEN_PATHS)]
 Switches = Annotated[str, _text("`safe`, `all`, `none` and names, separated by commas", SWITCHES)]
@@ -73,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     With --api-prefix, add the prefix to the URL. Separate several llama-servers with the same model
     and the same slot_save_path by commas; see docs/models.md.
     """
-    slot_save_path: Annotated[str, Meta(min_length=1, examples=["/var/lib/llama-prefix-cache"])]
+    slot_save_path: Annotated[Directory, Meta(examples=["/var/lib/llama-prefix-cache"])]
     """The directory that llama-server has as --slot-save-path, seen from here.
 
     llama-server writes the states to it, the proxy everything else. A state is as private as the
@@ -405,7 +407,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        content = yaml.safe_load(file.read_bytes())
+        content = yaml.safe_load(text := file.read_bytes())
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -419,6 +421,11 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
+    lines = dict[str, int]()
+    for key, _ in yaml.compose(text, yaml.SafeLoader).value:
+        line = key.start_mark.line + 1
+        if (first := lines.setdefault(key.value, line)) != line:
+            raise SettingsError(f"{file}: {key.value} is there twice, in lines {first} and {line}")
     return content
 
 

@@ -107,10 +107,10 @@ def connect(
 
 
 def _with_model(proxy: RunningProxy, server: RunningProxy, overview: Json, model: str) -> Json:
-    """Return the overview; load *model* first if it is one of a router or llama-swap, and not loaded."""
+    """Return the overview; have a router or llama-swap load *model* first; exits if there is none such."""
     known = {each["id"] for each in server.ask("GET", "/v1/models", Json)["data"]}
     running = {each["name"] for each in overview["servers"]}
-    if model not in known - running or (running and not running & known):
+    if model in running or (running and not running & known):
         return overview  # it is loaded, or the llama-server that runs has only one model
     said = [{"role": "user", "content": "Hello."}]
     body = msgspec.json.encode({"model": model, "messages": said, "max_tokens": 1})
@@ -206,6 +206,7 @@ def _undo(path: Path) -> None:
     else:
         path.resolve().unlink(missing_ok=True)
     _backup(path).unlink()
+    click.echo(f"{path} is as it was before --write.", err=True)
 
 
 def _backup(path: Path) -> Path:

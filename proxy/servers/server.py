@@ -397,12 +397,15 @@ class Server(Watched):
             self.on_idle(process.queue)
         # A failing attach is repeated, but logged once.
         if process.can_cache or last is None:
+            n_slots, name = props.total_slots, props.model_path.rpartition("/")[2]
+            slots = f"{n_slots} slot{'s' * (n_slots != 1)} of {process.n_ctx:,} tokens"
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
-                slots=props.total_slots,
+                slots=n_slots,
                 caches=process.can_cache,
                 rule=process.rule.kind.value,
+                says=f"caching {self.upstream.target.model or name}: {slots}" * process.can_cache,
             )
             if process.n_ctx + 256 < self._launch.n_ctx:  # llama-server rounds
                 given = f"{process.n_ctx:,} tokens a slot, not {self._launch.n_ctx:,}"

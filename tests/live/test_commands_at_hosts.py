@@ -80,6 +80,8 @@ async def test_commands_before_a_router_say_which_model(
         assert status == 69 and "--model NAME` loads one of full, hybrid" in output
         connected = await asked(*connect, "--model", "hybrid")
         assert connected["model"] == "llamacpp/hybrid"
+        status, output = await command(*connect, "--model", "hybird")
+        assert status == 1 and "hybird" in output and "baseURL" not in output
         warm = ("warm", tmp_path / "request.json", *admin)
         status, output = await command(*warm)
         assert status == 1 and "no model 'nosuch'" in output

@@ -317,6 +317,7 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     page, clients = run.admin_url, run.base_url
     expected = (
         r"starting llama-server: full-least.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
+        r"caching full-least.gguf: 1 slot of 16,384 tokens",
         rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}; connect OpenCode, .*"
         rf" connect opencode --admin {page.removeprefix('http://')}",
         r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",

@@ -321,6 +321,14 @@ def test_impossible_flag_is_refused_by_name(tmp_path: Path) -> None:
     assert message.startswith("command line: ") and "idle_save_seconds" in message
 
 
+def test_directory_whose_name_is_not_in_utf_8_is_refused_by_every_source(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/slots-\xe9")
+    Path(path).mkdir()
+    assert "Allowed: path in UTF-8" in refusal(tmp_path, flags={"slot_save_path": path})
+    with pytest.raises(SettingsError, match="path in UTF-8"):
+        complete_settings({"slot_save_path": path})  # `run` knows it from llama-server's flags
+
+
 def test_impossible_value_is_refused_even_if_a_flag_overrides_it(tmp_path: Path) -> None:
     message = refusal(tmp_path, flags={"idle_save_seconds": 5}, file="idle_save_seconds: 0")
     assert message.startswith(str(tmp_path / "config.yaml"))
@@ -335,6 +343,12 @@ def test_file_that_is_no_settings_file_is_refused_by_name(
     tmp_path: Path, content: str | bytes
 ) -> None:
     assert refusal(tmp_path, file=content).startswith(str(tmp_path / "config.yaml"))
+
+
+def test_setting_that_the_file_has_twice_is_refused_with_its_lines(tmp_path: Path) -> None:
+    """YAML takes the last one: an edit of the first would do nothing."""
+    message = refusal(tmp_path, file="drain_seconds: 5\n\nlog_level: info\ndrain_seconds: 30\n")
+    assert message.endswith("drain_seconds is there twice, in lines 1 and 4")
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ def test_what_was_there_comes_back(
         assert path.stat().st_mode & 0o777 == (0o640 if before else 0o600)
         _write(path, {"model": "another"})
         _undo(path)
+        assert f"{path} is as it was" in capsys.readouterr().err
         assert (path.read_text() if path.exists() else "") == before
         assert list(path.parent.iterdir()) == ([path] if before else [])
         with pytest.raises(SystemExit):
@@ -226,10 +227,16 @@ def test_what_was_there_comes_back_whatever_became_of_the_file(
 
 
 @pytest.mark.parametrize(
-    ("running", "is_loaded"), [("127.0.0.1:8080", False), ("other", True), ("coder", False)]
+    ("running", "model", "is_loaded"),
+    [
+        ("127.0.0.1:8080", "coder", False),
+        ("other", "coder", True),
+        ("coder", "coder", False),
+        ("coder", "codre", True),  # the host may know the name all the same, or refuses it
+    ],
 )
 def test_only_a_model_that_a_host_does_not_run_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, running: str, is_loaded: bool
+    monkeypatch: pytest.MonkeyPatch, running: str, model: str, is_loaded: bool
 ) -> None:
     asked = list[str]()
 
@@ -239,7 +246,7 @@ def test_only_a_model_that_a_host_does_not_run_is_loaded(
 
     monkeypatch.setattr(RunningProxy, "ask", ask)
     proxy, overview = RunningProxy("127.0.0.1:1"), {"servers": [{"name": running}]}
-    _with_model(proxy, proxy, overview, "coder")
+    _with_model(proxy, proxy, overview, model)
     assert ("POST" in asked) is is_loaded
 
 
