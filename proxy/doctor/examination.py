@@ -235,7 +235,6 @@ async def _note_slots(facts: LlamaServerFacts, probed: "ProbedServer", process: 
     counts = len(probed.empty), len(probed.held), probed.n_busy
     if sum(counts) == facts.n_slots:  # else the attach ended before all slots were looked at
         facts.n_empty, facts.n_held, facts.n_busy = counts
-    facts.probe_name = next(iter(probed.names), "")
     if probed.file is not None:
         facts.probe_mode, facts.probe_owner_uid = probed.file.st_mode & 0o7777, probed.file.st_uid
 

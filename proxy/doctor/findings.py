@@ -31,11 +31,11 @@ class LlamaServerFacts:
     """One llama-server: what it says of itself, and the results of its attach and of the probes.
 
     `name` is its model if it belongs to a host of models, or its address if there are several; `host` is
-    the kind of that host. `n_ctx` is the context of one slot in tokens. `probe_name` is the first file that
-    it was asked to save; `probe_mode` and `probe_owner_uid` are the mode and the owner of its files.
-    `owner` is the model and tenant that its states belong to. `state_bytes` is the largest size of a state
-    of USUAL_TOKENS, 0 if that was not measured; the seconds are those of its save, of its restore, and of
-    evaluating its tokens. The `usable` checkpoints in the directory are of the model that runs now.
+    the kind of that host. `n_ctx` is the context of one slot in tokens. `probe_mode` and `probe_owner_uid`
+    are the mode and the owner of the files that it saves. `owner` is the model and tenant that its states
+    belong to. `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not measured; the
+    seconds are those of its save, of its restore, and of evaluating its tokens. The `usable` checkpoints in
+    the directory are of the model that runs now.
     """
 
     url: str
@@ -53,7 +53,6 @@ class LlamaServerFacts:
     n_empty: int | None = None
     n_held: int = 0
     n_busy: int = 0
-    probe_name: str = ""
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: tuple[int, tuple[Section, ...] | None] | None = None
@@ -252,7 +251,6 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
     """Return the parts of cures that depend on this server and this directory."""
     places = {"router": ", on the command line of the router", "llama-swap": ", in the model's cmd"}
     files = f"files of uid {facts.probe_owner_uid} have mode {facts.probe_mode:o}"
-    probe = f"Remove the probe {facts.probe_name} where llama-server writes."
     can_save = (
         f"Let both users write there: {_share(path)}. See that the disk is local and not full, the"
         " directory not sticky, and llama-server of build 0.5 or later."
@@ -261,7 +259,7 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
         _K.LOADING: f"run doctor again when {facts.url}/health answers 200.",
         _K.NO_SLOT_SAVE_PATH: f"--slot-save-path {path}{places.get(facts.host, '')}; and -np N"
         " --cache-ram 0, if these are missing",
-        _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
+        _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}",
         _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
         _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0. Each slot then has -c divided by"
         f" {facts.n_slots}: give a larger -c, or fewer slots",

@@ -44,7 +44,6 @@ HEALTHY = LlamaServerFacts(
     n_slots=2,
     n_ctx=32768,
     n_empty=2,
-    probe_name="lpc-1.saving",
     probe_mode=0o644,
     probe_owner_uid=OWN_UID,
     layout=(4, (ATTENTION,)),
@@ -162,7 +161,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (
             ran_into(DegradationKind.OTHER_DIRECTORY),
-            *(BLOCKER, "another slot save path", "not into", "Remove the probe lpc-1.saving"),
+            *(BLOCKER, "another slot save path", "not into", "with --slot-save-path /states"),
         ),
         (
             ran_into(DegradationKind.FILES_UNREADABLE),
