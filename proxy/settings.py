@@ -251,8 +251,8 @@ def upstream_urls(settings: Settings) -> list[str]:
     for url in urls:
         address = url.partition("://")[2].partition("/")[0]
         if found := places(address) & own.keys():  # it would ask itself without end
-            says = f"is the proxy's own `{own[found.pop()]}`: give llama-server's address"
-            raise SettingsError(f"upstream: {url} {says}")
+            says = f"upstream: {url} is the proxy's own `{own[found.pop()]}`"
+            raise SettingsError(f"{says}: give llama-server's address (`run`: another --port)")
     return urls
 
 

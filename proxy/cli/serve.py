@@ -31,7 +31,7 @@ from proxy.errors import SettingsError, StoreLocked, in_words
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run import process
-from proxy.settings import NAMES, SCHEMA, Settings, reachable, split_address
+from proxy.settings import NAMES, SCHEMA, Settings, reachable
 
 if TYPE_CHECKING:
     from proxy.app import Running
@@ -305,10 +305,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     except OSError as error:
         raise SettingsError(in_words(error)) from error
     own = {"upstream": launch.upstream, "upstream_api_key": api_key}
-    settings = configuration.complete_settings({**merged, "slot_save_path": str(directory), **own})
-    if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
-        raise SettingsError(f"--port {launch.port} is the proxy's own: choose another")
-    return settings
+    return configuration.complete_settings({**merged, "slot_save_path": str(directory), **own})
 
 
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.

@@ -464,7 +464,9 @@ def test_file_in_place_of_the_directory_is_named_as_one(refused: Refused, tmp_pa
 def test_port_of_the_proxy_itself_is_refused(refused: Refused) -> None:
     port = str(find_free_port())
     status, said = refused("--port", port, listen=f"127.0.0.1:{port}")
-    assert status == 2 and f"--port {port} is the proxy's own" in said
+    assert (
+        status == 2 and f":{port} is the proxy's own `listen`" in said and "another --port" in said
+    )
 
 
 def test_port_of_llama_server_that_is_taken_is_said_before_anything_is_started(
