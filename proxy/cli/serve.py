@@ -27,7 +27,7 @@ from proxy.core.launch import (
     read_given,
 )
 from proxy.core.rates import seconds_in_words, size_in_words
-from proxy.errors import SettingsError, StoreLocked, in_words
+from proxy.errors import SettingsError, in_words
 from proxy.llama.files import RECURRENT_KEY, WINDOW_KEY, has_key
 from proxy.log import configure_logging, get_logger
 from proxy.run import process
@@ -73,9 +73,9 @@ def _serve(
         with configure_logging(settings.log_level, settings.log_format):
             serving = _serve_until_stopped(settings, run_server, launch)
             return uvloop.run(serving, loop_factory=EventLoop)
-    except (StoreLocked, OSError) as error:
+    except OSError as error:
         for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
-            if isinstance(error, OSError) and error.filename == address:
+            if error.filename == address:
                 error.filename = None
                 why = f"cannot listen on {address}: {in_words(error)}: give another {flag}"
                 command.fail(why, command.Exit.UNAVAILABLE)

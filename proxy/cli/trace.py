@@ -84,9 +84,7 @@ def tell(facts: Mapping[str, object]) -> None:
 @trace.command("replay")
 @_file
 @click.argument("url")
-@click.option(
-    "--speed", default=1.0, type=click.FloatRange(0), help="Times as fast; 0: no pauses. [1]"
-)
+@click.option("--speed", default=1, type=click.FloatRange(0), help="Times as fast; 0: no wait. [1]")
 @click.option("--model", default="", help="The model to ask, if URL has several.")
 @click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's API key.")
 @command.json_option
