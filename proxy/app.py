@@ -34,7 +34,7 @@ from proxy.servers.pool import Pool
 from proxy.serving.services import Services, new_shared, note_quarantined
 from proxy.settings import MAX_REQUESTS, Settings, parse_list, split_address, upstream_urls
 from proxy.stabilize.model import parse_switches
-from proxy.store.files import is_private, replacing
+from proxy.store.files import is_private, write_whole
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Deadline
 from proxy.web.admin import Admin, only_operators
@@ -142,8 +142,7 @@ def admin_token(settings: Settings) -> str | None:
         token, path = secrets.token_urlsafe(24), configuration.admin_token_file(settings)
         kept_in = ""  # in a directory that cannot be written
         with suppress(OSError):
-            with replacing(path, path.with_suffix(".new")) as file:
-                file.write(f"{token}\n".encode())
+            write_whole(path, f"{token}\n".encode())
             kept_in = str(path)
         where = f"kept in {path}" if kept_in else f"for this run: {path} cannot be written"
         says = f"the live page and the commands ask for a token: {token} ({where})"

@@ -188,10 +188,8 @@ def findings_of(setup: Setup) -> list[Finding]:
     for host in setup.hosts:
         about = f"{host.kind} at {host.url.partition('://')[2]}"
         findings.append(replace(_host_finding(host, setup), about=about))
-    is_single = len(setup.llama_servers) == 1 and not setup.hosts
     for facts in setup.llama_servers:
-        name = f"{facts.name} ({facts.host})" if facts.host else facts.name
-        about = "" if is_single else name
+        about = f"{facts.name} ({facts.host})" if facts.host else facts.name
         findings += [replace(each, about=about) for each in _server_findings(facts, setup)]
     return [*findings, *_sharing_findings(setup), *_directory_findings(setup)]
 

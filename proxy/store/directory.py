@@ -24,7 +24,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.files import read_state_file
-from proxy.store.files import FileStamp, StateFiles, id_of, replacing, sync_names
+from proxy.store.files import FileStamp, StateFiles, id_of, sync_names, write_whole
 from proxy.store.index import NOTHING_NEWER, Entry, Index, Newer
 from proxy.store.known_models import Owner, introduce, owners
 
@@ -259,7 +259,7 @@ class StoreDirectory:
             if os.path.samestat(lock.stat(), self._lock):
                 return
         self._opened.enter_context(keep_proxies_out(directory, creates_lock=True))
-        _write_secret(directory / SECRET_NAME, self.secret)
+        write_whole(directory / SECRET_NAME, self.secret)
         self._lock = lock.stat()
 
     def update(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -386,13 +386,8 @@ def _secret(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(secret := path.read_bytes()) == _SECRET_BYTES:
             return secret
-    _write_secret(path, secret := token_bytes(_SECRET_BYTES))
+    write_whole(path, secret := token_bytes(_SECRET_BYTES))
     return secret
-
-
-def _write_secret(path: Path, secret: bytes) -> None:
-    with replacing(path, path.with_suffix(".new")) as file:
-        file.write(secret)
 
 
 def _open_index(path: Path, *, mends_index: bool) -> Index:

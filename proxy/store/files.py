@@ -222,6 +222,12 @@ def replacing(path: Path, part: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file in one step, for its owner only; raises OSError."""
+    with replacing(path, path.with_suffix(".new")) as file:
+        file.write(data)
+
+
 class Look(Generic[T]):
     """A look at a disk that may hang: one at a time, on a thread of its own that no exit waits for."""
 
@@ -250,8 +256,7 @@ class Look(Generic[T]):
 
 def seal(file: Path) -> None:
     """Write the checksum of a file that nobody writes now beside the file; raises OSError."""
-    with replacing(seal_of(file), file.with_suffix(".new")) as sealed:
-        sealed.write(f"{digest_of(file)}\n".encode())
+    write_whole(seal_of(file), f"{digest_of(file)}\n".encode())
 
 
 def seal_of(file: Path) -> Path:

@@ -158,7 +158,7 @@ def test_token_that_cannot_be_written_is_not_said_to_be_kept(
     def refuse(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(app, "replacing", refuse)
+    monkeypatch.setattr(app, "write_whole", refuse)
     with capture_logs() as logs:
         assert admin_token(Settings(slot_save_path=str(tmp_path), admin="0.0.0.0:8082"))
     assert [line["kept_in"] for line in logs] == [""] and "kept in" not in logs[0]["says"]
