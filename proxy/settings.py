@@ -236,23 +236,23 @@ def parse_pairs(values: str) -> dict[str, str]:
 
 
 def upstream_urls(settings: Settings) -> list[str]:
-    """Return the base URLs of `upstream`; raises SettingsError for the proxy's own and for doubles."""
+    """Return the base URLs of `upstream`; raises SettingsError for the proxy's own and for doubles.
 
-    def places(address: str) -> set[str]:
-        host, _, port = address.rpartition(":")
-        is_each = host in ("", "0.0.0.0", "[::]", "localhost")
-        return {f"{each}:{port}" for each in (("127.0.0.1", "[::1]") if is_each else (host,))}
+    An address of the proxy under another name shows when a request comes back (`web/clients.py`).
+    """
 
-    own = {place: name for name in ("listen", "admin") for place in places(getattr(settings, name))}
+    def plain(place: str) -> str:
+        return place.replace("localhost:", "127.0.0.1:")
+
+    own = {plain(reachable(getattr(settings, name))): name for name in ("listen", "admin")}
     urls = [url.rstrip("/") for url in parse_list(settings.upstream)]
-    if len({url.replace("//localhost:", "//127.0.0.1:") for url in urls}) < len(urls):
+    if len(set(map(plain, urls))) < len(urls):
         # Each would take the other's requests for drift, and nothing would stay cached.
         raise SettingsError("upstream: one address is there twice: give that of each llama-server")
     for url in urls:
-        address = url.partition("://")[2].partition("/")[0]
-        if found := places(address) & own.keys():  # it would ask itself without end
-            says = f"upstream: {url} is the proxy's own `{own[found.pop()]}`"
-            raise SettingsError(f"{says}: give llama-server's address (`run`: another --port)")
+        if name := own.get(plain(url.partition("://")[2].partition("/")[0])):
+            says = f"upstream: {url} is the proxy's own `{name}`: give llama-server's address"
+            raise SettingsError(f"{says} (`run`: another --port)")
     return urls
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -31,6 +32,8 @@ Body = bytes | AsyncIterable[bytes] | None
 
 _OWN = {"Content-Type": "application/json", "Connection": "close"}
 """A new connection for each call: a kept one could still lead to a process that is going."""
+SENT_BY, OWN_ID = "X-Prefix-Cache-Sent-By", token_hex(8)
+"""A header of each request: without it, one that leads back to the proxy would go round without end."""
 QUICK_SECONDS = 10.0
 """For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
@@ -243,6 +246,7 @@ class LlamaServer:
         self, method: str, raw_path: str, headers: CIMultiDict[str], body: Body
     ) -> Reply | aiohttp.ClientResponse:
         """Send a client's request; return the answer once its head has come; raises aiohttp.ClientError."""
+        headers.setdefault(SENT_BY, OWN_ID)
         if self._address and isinstance(body, bytes | None) and method in ("GET", "POST"):
             return await send(self._address, method, raw_path, headers, body or b"")
         # aiohttp writes a large body from a file in pieces, and warns of one in bytes.

@@ -9,7 +9,7 @@ from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ProxyStopped, ServerAway, TooManyRequests
 from proxy.explain.judgement import Judgement
 from proxy.llama import requests
-from proxy.llama.client import Body
+from proxy.llama.client import OWN_ID, SENT_BY, Body
 from proxy.llama.connection import end_to_end
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
@@ -60,6 +60,8 @@ class Front:
         exchange = Exchange(incoming, path, self.unread, self.shared.report)
         try:
             _check(incoming)
+            if incoming.headers.get(SENT_BY) == OWN_ID:
+                return await exchange.refuse(ProxyError("`upstream` leads back to this proxy", 508))
             if exchange.route is None:
                 await self._pass_on(exchange, model, may_load=may_load)
             else:

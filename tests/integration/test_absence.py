@@ -210,6 +210,27 @@ async def test_request_waits_for_a_server_that_has_never_answered(start_rig: Sta
         await rig.start_proxy()
 
 
+async def test_request_that_comes_back_to_the_proxy_ends_there(start_rig: StartRig) -> None:
+    """As where `upstream` has the proxy's port and this machine's name, or a balancer before the proxy."""
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        settings = Settings(
+            upstream=f"http://127.0.0.2:{(port := find_free_port())}",
+            slot_save_path=str(rig.server.directory),
+            listen=f"0.0.0.0:{port}",
+            admin="127.0.0.1:0",
+        )
+        async with run_proxy(settings) as rig.running:
+            await until(lambda: _is_named(rig, "not a llama-server"))
+            reply = await ask(rig, "a")
+            assert reply.status == 508 and "leads back to this proxy" in str(reply.content)
+        await rig.start_proxy()
+
+
+async def _is_named(rig: Rig, kind: str) -> bool:
+    return kind in await rig.reasons()
+
+
 async def test_what_a_closing_server_will_not_answer_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -441,8 +441,6 @@ def test_wrong_setting_that_is_found_out_late_has_the_exit_status_of_the_others(
     ("upstream", "name"),
     [
         ("http://127.0.0.1:8091", "listen"),
-        ("http://[::1]:8091", "listen"),
-        ("http://[::1]:8092", "admin"),
         ("http://a:1, http://localhost:8092/v1", "admin"),
         ("http://127.0.0.1:8092", "admin"),
     ],
