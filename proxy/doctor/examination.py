@@ -71,7 +71,6 @@ async def examine(settings: Settings, *, model: str = "", is_default: bool = Fal
         if is_default or setup.lock:
             setup.health = await _health(session, settings)
         if setup.health and not setup.lock:
-            setup.lock = "it uses another directory"
             return setup
         stored = _examine_directory(setup)
         if is_default and not setup.mode:

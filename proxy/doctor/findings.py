@@ -95,8 +95,9 @@ class Setup:
     A llama-server has an address of its own, or is a loaded model of a host. `problem` says why this
     process cannot use the directory, `index_problem` why the index in it cannot be read, and
     `scratch_problem` why no temporary copy of it can be made, so that nothing is examined. `lock` is not
-    empty if a proxy uses the directory; `health` is what that proxy answers at `settings.admin`, None if no
-    proxy answers there. The settings are without the API key.
+    empty if a proxy uses the directory; `health` is what that proxy answers at `settings.admin`, or a proxy
+    with another directory if none was given; None if no proxy answers there. The settings are without the
+    API key.
     """
 
     settings: Settings
@@ -351,7 +352,7 @@ def _share(path: str) -> str:
 
 def _directory_findings(setup: Setup) -> Iterator[Finding]:
     path = setup.settings.slot_save_path
-    if setup.lock and (setup.health or not setup.problem):
+    if setup.health or (setup.lock and not setup.problem):
         yield _proxy_finding(setup)
     if setup.problem and not setup.is_proxy_caching:  # a proxy reads what it cannot write
         text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
