@@ -421,11 +421,9 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
-    lines = dict[str, int]()
-    for key, _ in yaml.compose(text, yaml.SafeLoader).value:
-        line = key.start_mark.line + 1
-        if (first := lines.setdefault(key.value, line)) != line:
-            raise SettingsError(f"{file}: {key.value} is there twice, in lines {first} and {line}")
+    names = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    if twice := sorted({name for name in names if names.count(name) > 1}):  # the last would win
+        raise SettingsError(f"{file}: it sets more than once: {', '.join(twice)}")
     return content
 
 

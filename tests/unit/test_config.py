@@ -345,10 +345,10 @@ def test_file_that_is_no_settings_file_is_refused_by_name(
     assert refusal(tmp_path, file=content).startswith(str(tmp_path / "config.yaml"))
 
 
-def test_setting_that_the_file_has_twice_is_refused_with_its_lines(tmp_path: Path) -> None:
+def test_setting_that_the_file_has_twice_is_refused_by_name(tmp_path: Path) -> None:
     """YAML takes the last one: an edit of the first would do nothing."""
-    message = refusal(tmp_path, file="drain_seconds: 5\n\nlog_level: info\ndrain_seconds: 30\n")
-    assert message.endswith("drain_seconds is there twice, in lines 1 and 4")
+    message = refusal(tmp_path, file="drain_seconds: 5\nlog_level: info\ndrain_seconds: 30\n")
+    assert message.endswith("config.yaml: it sets more than once: drain_seconds")
 
 
 def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
