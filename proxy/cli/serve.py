@@ -276,7 +276,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     if not models and {"--hf-repo", "--model-url", "--docker-repo"} & given.keys():
         launch.model_path = ""  # where llama-server puts what it downloads
         repository = given["--hf-repo"].value if "--hf-repo" in given else ""
-        models = process.downloaded(repository, os.environ)
+        models = process.downloaded(repository)
     # A model that is not here, a router's, or one that is not downloaded yet, may have a window.
     if not models or any(has_key(model, WINDOW_KEY) for model in models):
         presets = Path(given["--models-preset"].value) if "--models-preset" in given else None

@@ -66,9 +66,9 @@ _CACHES = (
 )
 
 
-def downloaded(repository: str, environment: Mapping[str, str]) -> list[Path]:
+def downloaded(repository: str) -> list[Path]:
     """Return the files that llama-server has of `-hf user/model:quant` (hf-cache.cpp)."""
-    bases = ((environment.get(name), folder) for name, folder in _CACHES)
+    bases = ((os.environ.get(name), folder) for name, folder in _CACHES)
     cache = next((Path(base, folder) for base, folder in bases if base), Path())
     name = "models--" + repository.partition(":")[0].replace("/", "--")
     return sorted(cache.joinpath(name, "snapshots").rglob("*.gguf"))
@@ -100,6 +100,8 @@ def free_port(host: str, port: int = 0) -> int:
 # One process: its start and its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
+_STOP_SECONDS = 20.0
+"""How long llama-server may take to end; it finishes the batch at hand first."""
 _KEPT_BYTES = 1 << 16
 _N_LAST_LINES, _N_SHOWN = 30, 8
 _IS_ERROR = re.compile(r"[\d.]+ E |(error|terminate|GGML_ASSERT|Segmentation)|.*\berror:")
@@ -182,12 +184,12 @@ class LlamaProcess:
         self._is_over = True
         return describe_end(status)
 
-    async def stop(self, seconds: float) -> None:
-        """End it with SIGTERM; after *seconds*, or if this call is cancelled, with SIGKILL."""
+    async def stop(self) -> None:
+        """End it with SIGTERM; if that takes too long, or if this call is cancelled, with SIGKILL."""
         self._signal_all(signal.SIGTERM)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(_STOP_SECONDS):
                     await self.wait()
         finally:
             self._signal_all(signal.SIGKILL)
@@ -211,8 +213,6 @@ def describe_end(status: int) -> str:
 
 # Keeping llama-server running.
 
-STOP_SECONDS = 20.0
-"""How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
 TELL_SECONDS = 20.0
 """While a start takes long, its progress is logged this often."""
@@ -276,7 +276,7 @@ async def _outlast(
         how = await ended
     finally:
         ended.cancel()
-        await process.stop(STOP_SECONDS)
+        await process.stop()
         said = process.last_words
         process.close()
     if ready_at is None:
