@@ -8,7 +8,7 @@ fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -260,11 +260,16 @@ class Process(ServerServices):
             n_kept=self.n_kept_points,
         )
 
-    def pays_to_save(self, content: Content) -> bool:
-        """Return whether a save of a slot's content now is worth its seconds to each request."""
+    def pays_to_save(self, content: Content, held: Collection[SlotId] = ()) -> bool:
+        """Return whether a save of a slot's content now is worth its seconds to each request.
+
+        All the slots that are *held* are held by one request.
+        """
         if not isinstance(content, Known):
             return True  # only a save tells the tokens
-        size_bytes, n_stalled = state_bytes(self.sizes, content), max(1, slots.n_busy(self.slots))
+        others = [slot for slot in self.slots if slot.id not in held]
+        n_stalled = max(1, slots.n_busy(others) + bool(held))
+        size_bytes = state_bytes(self.sizes, content)
         return is_worth_saving(content, content.n_unsaved, size_bytes, self.rates, n_stalled)
 
     # Slots as llama-server sees them.

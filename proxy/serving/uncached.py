@@ -137,7 +137,7 @@ class UncachedRequest:
     async def _clear(self, lease: Lease, slot_id: SlotId) -> bool:
         process = self._process
         content = process.slots[slot_id].content
-        if isinstance(content, Known) and process.pays_to_save(content):
+        if isinstance(content, Known) and process.pays_to_save(content, lease.held):
             await process.finish(lease, process.saves.begin(slot_id, is_used=True))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True

@@ -1,6 +1,7 @@
 """llama-server with default flags: a slot that starts to run empties all idle ones."""
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -243,6 +244,23 @@ async def test_work_that_is_evaluated_sooner_than_saved_holds_up_no_start(
         await rig.chat("b", **fields)
         assert not process.saves.under_way and not rig.checkpoints
         assert nothing_is_wrong(rig)
+
+
+async def test_a_request_that_holds_several_slots_is_delayed_once(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=3, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        process = await rig.attached()
+        (content,) = (slot.content for slot in process.slots if isinstance(slot.content, Known))
+        seconds = 0.6 * process.rates.evaluation_seconds(0, content.n_tokens)
+        save = Transfer(UnitCost(seconds, seconds), UnitCost(0.0, 0.0))
+        process.rates = replace(process.rates, save=save)
+        with ExitStack() as leases:
+            for slot in process.slots:
+                lease = process.queue.try_lease(slot.id)
+                assert lease is not None
+                leases.enter_context(lease)
+            assert process.pays_to_save(content, range(3))
+            assert not process.pays_to_save(content, range(1))
 
 
 async def test_slot_that_is_emptied_while_its_save_ends_is_seen_to_be_empty(
