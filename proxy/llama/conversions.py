@@ -183,7 +183,7 @@ def _add_item(item: Message, messages: list[Message]) -> None:
     message = {key: copy(value) for key, value in item.items() if key not in ("type", "status")}
     is_result = kind == "function_call_output" and _has_texts(item, "call_id")
     if role in ("user", "system", "developer") and isinstance(content, list):
-        messages.append({**message, "content": [_input_part(part) for part in content]})
+        messages.append({**message, "content": list(map(_input_part, content))})
     elif role == "assistant" and kind == "message":
         converted = [_text_part(part, "output_text", "input_text") for part in list_of(content)]
         _list_in(_answer(messages, {**message, "content": []}), "content").extend(converted)
@@ -193,7 +193,7 @@ def _add_item(item: Message, messages: list[Message]) -> None:
         _list_in(_answer(messages, {"role": "assistant"}), "tool_calls").append(call)
     elif is_result and isinstance(output := item.get("output"), str | list):
         if isinstance(output, list):
-            output = [_text_part(part, "input_text") for part in output]
+            output = list(map(_input_part, output))
         messages.append({"content": output, "role": "tool", "tool_call_id": item["call_id"]})
     elif kind == "reasoning" and isinstance(item.get("summary"), list):
         parts = list_of(content)
@@ -223,7 +223,10 @@ def _has_texts(item: Any, *keys: str) -> bool:
 
 
 def _input_part(part: Any) -> dict[str, Any]:
-    """Return a part of an input message in the chat form; raises UnknownShape for files."""
+    """Return a part of an input message or of a tool's result in the chat form.
+
+    Raises UnknownShape for files. Builds up to September 2026 (b11063) refuse images in results.
+    """
     if text_of(part, "type") == "input_image" and "image_url" in part:
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     return _text_part(part, "input_text")

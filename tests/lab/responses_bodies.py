@@ -16,6 +16,10 @@ def part(text: Any, **fields: Any) -> Item:
     return {"type": "input_text", "text": text, **fields}
 
 
+def image(url: str = "data:image/png;base64,AAAA") -> Item:
+    return {"type": "input_image", "image_url": url}
+
+
 def said(text: Any) -> Item:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
@@ -210,7 +214,7 @@ REFUSED = {
     "part without text": asks([user({"type": "input_text"})]),
     "part null": asks([user(part(None))]),
     "file": asks([user({"type": "input_file", "file_id": "x"})]),
-    "image": asks([user({"type": "input_image", "image_url": "data:image/png;base64,AAAA"})]),
+    "image": asks([user(image())]),
     "image absent": asks([user({"type": "input_image"})]),
     "refusal": asks([HELLO, assistant({"type": "refusal", "refusal": "no"}), HELLO]),
     "refusal absent": asks([HELLO, assistant({"type": "refusal"}), HELLO]),
@@ -222,6 +226,7 @@ REFUSED = {
     "output null": asks([HELLO, call("c"), output("c", None)]),
     "output of texts": asks([HELLO, call("c"), output("c", ["x"])]),
     "output of output": asks([HELLO, call("c"), output("c", [said("x")])]),
+    "output image": asks([HELLO, call("c"), output("c", [image()])]),
     "output image absent": asks([HELLO, call("c"), output("c", [{"type": "input_image"}])]),
     "reasoning without content": asks([HELLO, reasoning(None), HELLO]),
     "reasoning without parts": asks([HELLO, reasoning([]), HELLO]),

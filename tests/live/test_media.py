@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab import responses_bodies
 from tests.lab.conversation import answer, system, user
 from tests.lab.media import build_projector, image_part
 from tests.lab.rig import Rig
@@ -45,7 +46,7 @@ def as_part(route: str, part: dict[str, Any]) -> dict[str, Any]:
         return part if route == MESSAGES else {**part, "type": "input_text"}
     url = part["image_url"]["url"]
     if route == RESPONSES:
-        return {"type": "input_image", "image_url": url}
+        return responses_bodies.image(url)
     kind, _, data = url.removeprefix("data:").partition(";base64,")
     return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
 
@@ -103,6 +104,23 @@ async def test_text_before_an_image_is_restored_on_every_api(
         said_again, _, n_evaluated = await ask(rig, later, route)
         assert n_evaluated <= n_later - n_first + 2 * SLACK_TOKENS
         assert said == said_again == await alone(rig, later)
+        assert not rig.sample("drift_total")
+
+
+async def test_text_before_a_picture_in_a_tools_result_is_restored(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    r, projector = responses_bodies, build_projector(tmp_path / "mmproj.gguf")
+    told, asked = asking(1)
+    seen = [r.HELLO, r.call("c", name="view_image"), r.output("c", as_parts(RESPONSES, asked))]
+    first = r.asks(seen, instructions=told["content"])
+    later = {**first, "input": [*seen, r.assistant(r.said("A cat.")), r.user(r.part("And now?"))]}
+    async with start_rig("hybrid", extra_args=("--mmproj", str(projector))) as rig:
+        n_first = (await rig.post(RESPONSES, first))["usage"]["input_tokens"]
+        await rig.restart()
+        before = await rig.evaluated()
+        await rig.post(RESPONSES, later)
+        assert await rig.evaluated() - before <= 2 * SLACK_TOKENS < n_first
         assert not rig.sample("drift_total")
 
 
