@@ -192,8 +192,8 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
     2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
        the conversation under another header.
-    3. It shares the session or later messages of an earlier request, or quotes its first words: the
-       conversation was compacted, or the request is a side call.
+    3. It has later messages of an earlier request, nearer to the front if the conversation was compacted;
+       or it shares the session, or quotes the first words: it was compacted, or the request is a side call.
     """
     others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
     n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
@@ -208,8 +208,10 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
         has_history = "assistant" in new.roles  # else it begins with what a client puts first
         return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE if has_history else Kind.FIRST
     starts = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
-    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in starts for old in others):
-        return Kind.COMPACTION
+    pairs = {at: new.own[at : at + 2 * DIGEST_BYTES] for at in starts}
+    places = [(old.own.find(pair), at) for at, pair in pairs.items() for old in others]
+    if repeated := [place > at for place, at in places if place >= 0]:
+        return Kind.COMPACTION if any(repeated) else Kind.REWRITE
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
     if not new.asker[1] and (said := text()):  # a title is asked for with the words that it is for
         session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in said]

@@ -54,6 +54,8 @@ def turn(named: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> 
         ("S u1 u9", {}, Kind.FIRST),  # the environment comes first, as codex and droid send it
         ("S u9", {}, Kind.COMPACTION),
         ("S u9 a2 u2", {"asker": NOBODY}, Kind.COMPACTION),
+        ("S u9 a1 t1 a2 u2 a3 u3", {}, Kind.REWRITE),  # the date in the first message, at midnight
+        ("S u0 u1 a1 t1", {}, Kind.REWRITE),
         ("S a2 u2 a3 u3", {"asker": NOBODY}, Kind.COMPACTION),
         ("s2 u9", {"tools": ""}, Kind.SIDE),
         ("s2 u1", {"tools": ""}, Kind.SIDE),
