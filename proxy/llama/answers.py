@@ -188,9 +188,11 @@ class AnswerReader:
             timings = _timings_of(self._usages)
         return timings, tuple(self._calls)
 
-    def complaint(self) -> str:
-        """Return llama-server's error, if the answer is one and no stream."""
-        return complaint_in(bytes(self._buffer))
+    def answer(self, status: int, first_token_at: float | None = None) -> Answer:
+        """Return what is known of an answer that has passed; errors are no streams."""
+        timings, calls = self.facts()
+        complaint = complaint_in(bytes(self._buffer)) if status >= 400 else ""
+        return Answer(status, timings, first_token_at, False, calls, self.said, complaint)
 
     def said(self) -> str:
         """Return the answer's text without its reasoning, once the answer has passed."""

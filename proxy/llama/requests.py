@@ -136,7 +136,6 @@ RENDERING_FIELDS = (
 )
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """The field for a session's name: OpenAI's, and OpenCode's for other providers."""
-_LIMITS = {Route.MESSAGES: "max_tokens", Route.RESPONSES: "max_output_tokens"}
 _CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
 _CONVERTED = ("messages", *RENDERING_FIELDS, "add_generation_prompt", "continue_final_message")
 
@@ -351,7 +350,7 @@ def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
     is_free_of_answer = route is Route.MESSAGES and body.fields.get("max_tokens") == 0
     if not (is_free_of_answer or (route is Route.RESPONSES and member(options, "prewarm") is True)):
         return None
-    return msgspec.json.encode({**body.fields, _LIMITS[route]: 1})
+    return msgspec.json.encode(body.fields | _ONE_TOKEN)
 
 
 Aliases = Mapping[str, str]

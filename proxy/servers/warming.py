@@ -197,7 +197,7 @@ async def _send_for_nobody(
         raise away(error, upstream.target.base_url) from error
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
-    return Answer(reply.status, reader.facts()[0], complaint=reader.complaint())
+    return reader.answer(reply.status)
 
 
 def _why_too_short(n_header: int, n_whole: int) -> str:

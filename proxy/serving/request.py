@@ -127,7 +127,8 @@ class Request:
 
     @property
     def wants_stream(self) -> bool:
-        return self.body is not None and self.body.fields.get("stream") is True
+        may_stream = self.route is not Route.UNPINNED  # llama-server's answers to these are whole
+        return may_stream and self.body is not None and self.body.fields.get("stream") is True
 
     @property
     def n_completions(self) -> int:

@@ -171,11 +171,7 @@ class Exchange:
                 return Answer(answer.status, None, self._first_token_at, is_broken=True)
             await self.writer.end()
         self.is_answered = True
-        timings, calls = reader.facts()
-        complaint = reader.complaint() if answer.status >= 400 else ""
-        return Answer(
-            answer.status, timings, self._first_token_at, False, calls, reader.said, complaint
-        )
+        return reader.answer(answer.status, self._first_token_at)
 
     async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.

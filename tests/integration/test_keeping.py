@@ -253,6 +253,21 @@ async def test_client_that_asks_for_no_stream_is_sent_nothing_before(
         assert COMMENT not in reply.body
 
 
+@pytest.mark.parametrize("path", ["/embedding", "/rerank"])
+async def test_answer_that_is_never_a_stream_comes_as_it_is(start_rig: StartRig, path: str) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("generate")
+        first = asyncio.ensure_future(rig.post(CHAT, BODIES[CHAT]))
+        await gate.reached()
+        waiting = asyncio.ensure_future(rig.post(path, {"input": "a", "stream": True}))
+        await asyncio.sleep(3 * KEEP_SECONDS)
+        rig.server.release("generate")
+        assert (await first).status == 200
+        reply, alone = await waiting, await rig.post(path, {"input": "a"})
+        assert reply.headers["Content-Type"] == alone.headers["Content-Type"]
+        assert (reply.status, reply.body) == (alone.status, alone.body)
+
+
 async def test_client_that_leaves_while_it_is_kept_leaves_nothing_behind(
     start_rig: StartRig,
 ) -> None:
