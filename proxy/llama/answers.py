@@ -49,6 +49,8 @@ _QUOTES = re.compile(
 )
 """Behind this, llama-server's messages quote the request, and no word of a prompt is logged."""
 _COMPLAINT_CHARACTERS = 200
+_MOST_OF_OTHERS_BYTES = 1 << 20
+"""So much is kept of an answer that may be an error, but tells no counts: embeddings may be long."""
 
 
 class _Usage(msgspec.Struct):
@@ -128,7 +130,9 @@ class AnswerReader:
         return self._has_ended if self._is_stream else self.facts()[0] is not None
 
     def feed(self, chunk: bytes) -> None:
-        if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
+        has_counts = self._route not in (None, Route.UNPINNED)
+        most_bytes = MAX_BUFFERED_BYTES if has_counts else _MOST_OF_OTHERS_BYTES
+        if len(self._buffer) + len(chunk) > most_bytes:
             self._buffer.clear()  # so its hit is not confirmed
         elif not self._is_stream or b"\n" not in chunk:
             self._buffer += chunk

@@ -238,10 +238,8 @@ def chat_form(
     except UnknownShape as why:
         return None, str(why)
     messages = list_of(chat.fields.get("messages"))
-    if not messages:
-        return None, "no messages"
     if set(map(type, messages)) != {dict}:
-        return None, "malformed messages"
+        return None, "malformed messages" if messages else "no messages"
     lists = [parts for m in messages if isinstance(parts := m.get("content"), list)]
     kinds = {text_of(part, "type") for parts in lists for part in parts}
     if not kinds <= {"text", *_MEDIA}:

@@ -96,11 +96,25 @@ def test_timings_of_an_answer_without_any_are_none(content_type: str, answer: by
     assert read(content_type, answer) is None
 
 
+@pytest.mark.parametrize(
+    ("route", "limit"), [(Route.CHAT, "MAX_BUFFERED_BYTES"), (None, "_MOST_OF_OTHERS_BYTES")]
+)
 def test_timings_of_an_answer_larger_than_the_buffer_are_none_and_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, route: Route | None, limit: str
 ) -> None:
-    monkeypatch.setattr("proxy.llama.answers.MAX_BUFFERED_BYTES", 100)
-    assert read("application/json", b'{"a": "' + b"x" * 100, b'"}' + JSON_ANSWER[-90:]) is None
+    monkeypatch.setattr(f"proxy.llama.answers.{limit}", 100)
+    reader = AnswerReader("application/json", route)
+    reader.feed(b'{"a": "' + b"x" * 100)
+    reader.feed(b'"}' + JSON_ANSWER[-90:])
+    assert reader.facts()[0] is None
+
+
+@pytest.mark.parametrize(("route", "is_kept"), [(Route.CHAT, True), (Route.UNPINNED, False)])
+def test_long_answer_that_tells_no_counts_is_not_kept(route: Route, is_kept: bool) -> None:
+    reader = AnswerReader("application/json", route)
+    reader.feed(JSON_ANSWER[:-1])
+    reader.feed(b" " * (1 << 20) + JSON_ANSWER[-1:])
+    assert (reader.facts()[0] is not None) is is_kept
 
 
 @given(st.sampled_from(["application/json", "text/event-stream"]), st.lists(st.binary()))
