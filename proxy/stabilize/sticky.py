@@ -22,7 +22,6 @@ from proxy.core.messages import (
     text_of,
     without_reminders,
 )
-from proxy.errors import UnknownShape
 from proxy.stabilize import model
 from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
 from proxy.stabilize.model import COUNT, Call, Draft, Json, call_key, plain_text, with_list
@@ -218,17 +217,16 @@ def keep_tool_order(draft: Draft) -> None:
     folder. So do the keys within a tool: Mistral Vibe orders its parameters anew each time that it starts.
     """
     given: list[Json] = draft.body.get("tools") or []  # a list, says Draft
-    tools = {_name(tool): _as_first_sent(draft, tool) for tool in given}
-    if len(tools) != len(given):
-        raise UnknownShape("tools has two of one name")
-    if not tools:
-        return
+    tools = {_name(tool): tool for tool in given}
+    if not tools or len(tools) != len(given):
+        return  # two of one name have no order
     keys = draft.key("tool order"), model.key_of("tool order", draft.facts.tenant, draft.route)
     orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
     positions = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
     # Sorting is stable, so unknown tools keep the client's order at the end.
     names = sorted(tools, key=lambda name: positions.get(name, len(positions)))
-    draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
+    ordered = [_as_first_sent(draft, tools[name]) for name in names]
+    draft.body = with_list(draft.body, "tools", ordered)
     for key, order in zip(keys, orders, strict=True):
         draft.lessons[key] = list(dict.fromkeys(order + names))[-_MAX_TOOLS:]
 
@@ -249,11 +247,8 @@ def _tool_key(raw: str, tenant: str) -> str:
 
 
 def _name(tool: Json) -> str:
-    """Return the name of a tool, or its type if it has none; raises UnknownShape without either."""
-    name = _described(tool).get("name", tool.get("type"))
-    if not isinstance(name, str):
-        raise UnknownShape("tools has one without a name")
-    return name
+    """Return the name of a tool, or its type if it has none; empty without either."""
+    return text_of(_described(tool), "name") or text_of(tool, "type")
 
 
 def _described(tool: Json) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.core.messages import Route
-from proxy.stabilize.model import Memory, Name, RequestFacts
+from proxy.stabilize.model import Memory, Name, RequestFacts, list_name
 from proxy.stabilize.run import NO_FACTS, NOTHING_SEEN, Stabilized, stabilize
 from proxy.stabilize.sticky import _COUNTS, _find, choose_call, means_the_same
 
@@ -120,12 +120,14 @@ def test_tools_that_llama_server_refuses_are_left_alone(tools: Any) -> None:
     assert result.body is body and not (result.lessons or result.failures)
 
 
-@pytest.mark.parametrize("tools", [[{"name": "a"}, {"name": "a"}], [{"description": "no name"}]])
-def test_tools_of_unknown_shape_are_left_alone_and_reported(tools: Any) -> None:
-    body = {"messages": [user("Fix it.")], "tools": tools}
-    result = stabilize(Route.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
-    assert result.body is body and result.lessons == {}
-    assert list(result.failures) == [Name.KEEP_TOOL_ORDER]
+@pytest.mark.parametrize("form", [Route.CHAT, Route.MESSAGES, Route.RESPONSES])
+@pytest.mark.parametrize("tools", [[{"name": "a"}] * 2, [{"type": "mcp"}] * 2, [{}, {}], [{}]])
+def test_tools_without_names_of_their_own_keep_the_order_of_the_client(
+    form: Route, tools: list[Any]
+) -> None:
+    body = {list_name(form): [user("Fix it.")], "tools": tools}
+    result = stabilize(form, body, Memory(), set(Name))
+    assert result.body is body and result.failures == {}
 
 
 # sticky_tool_text
