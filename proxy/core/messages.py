@@ -213,7 +213,7 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     if repeated := [place > at for place, at in places if place >= 0]:
         return Kind.COMPACTION if any(repeated) else Kind.REWRITE
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
-    if not new.asker[1] and (said := text()):  # a title is asked for with the words that it is for
+    if not session and (said := text()):  # a title is asked for with the words that it is for
         session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in said]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:

@@ -84,13 +84,16 @@ def test_step_of_a_long_conversation_is_compared_with_the_step_before_only(
     assert n_compared == 1
 
 
-def test_title_is_told_by_the_words_that_it_quotes_where_the_client_names_no_session() -> None:
-    main = turn(MAIN, NOBODY)._replace(words="Mend the parser")
-    title, text = turn("s2 u9", NOBODY, tools=""), "Name this: Mend the parser, please"
+@pytest.mark.parametrize("asker", [NOBODY, (b"key", "title-session")])
+def test_title_is_told_by_the_words_that_it_quotes_where_it_does_not_name_the_session(
+    asker: tuple[bytes, str],
+) -> None:
+    main = turn(MAIN, (b"key", asker[1] and "session"))._replace(words="Mend the parser")
+    title, text = turn("s2 u9", asker, tools=""), "Name this: Mend the parser, please"
     assert kind_of(title, [main], lambda: text) is Kind.SIDE
     assert kind_of(title, [main], lambda: "Name this: another one") is Kind.FIRST
     assert kind_of(title, [main._replace(words="parser")], lambda: text) is Kind.FIRST
-    with_tools = turn("s2 u9", NOBODY, tools="others")
+    with_tools = turn("s2 u9", asker, tools="others")
     assert kind_of(with_tools, [main]) is Kind.FIRST
 
 

@@ -27,6 +27,14 @@ def said(*messages: tuple[str, Any]) -> dict[str, Any]:
             said(("user", "<current_datetime>2026-11-21T14:03:17Z</current_datetime>\n\nMend it")),
             "Mend it",
         ),
+        (
+            said(
+                ("user", "# AGENTS.md\n<environment_context>\n</environment_context>"),
+                ("user", "Mend it"),
+            ),
+            "Mend it",
+        ),
+        (said(("user", '"Mend it"\n<environment_details>\n</environment_details>')), "Mend it"),
         ({"prompt": "Once upon \x1b[31ma time"}, "Once upon [31ma time"),
         (said(("user", '"Mend it"\n')), "Mend it"),
         (said(("user", '"a" is "b", not c')), '"a" is "b", not c'),
