@@ -216,11 +216,10 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     if not session and (said := text()):  # a title is asked for with the words that it is for
         session = [o for o in others if len(o.words) >= _MIN_QUOTED and o.words in said]
     alike = next((old for old in session if old.header == new.header), None)
-    if alike is None:
-        return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST
-    if alike.kind is Kind.SIDE:
+    # goose asks for a title before anything else: nothing tells that such a request is a side call.
+    if any(_is_aside(new, old) for old in session) or (alike and alike.kind is Kind.SIDE):
         return Kind.SIDE
-    is_shorter = len(alike.roles) >= 3 and 2 * len(new.roles) <= len(alike.roles)
+    is_shorter = alike is not None and len(alike.roles) >= max(3, 2 * len(new.roles))
     return Kind.COMPACTION if is_shorter else Kind.FIRST
 
 

@@ -22,8 +22,10 @@ _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "too
 _LONG_BYTES = 200
 _N_TITLE, _LOOKED_AT = 60, 400
 """The most characters of a title, and of the text that the title is made from."""
-_SURROUNDINGS_END = re.compile("</(?:current_datetime|environment_context)>")
-"""What Copilot and codex write before the user's own words ends so."""
+_BEFORE = re.compile("</(?:current_datetime|environment_context)>")
+"""The end of what Copilot and codex write before the user's own words."""
+_BEHIND = re.compile("<(?:environment_details|turn-context)>")
+"""The beginning of what Kilo and goose write behind them."""
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, line ends, changes of the writing direction, and halves of characters.
 
@@ -182,8 +184,7 @@ def words_of(fields: dict[str, Any]) -> str:
     """Return a conversation's first words on one line: from the first user message, or from the prompt."""
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
-    behind = (_SURROUNDINGS_END.split(text)[-1] for text in texts)
-    own = (text.partition("<environment_details>")[0].strip() for text in behind)  # Kilo's
+    own = (_BEHIND.split(_BEFORE.split(text)[-1], 1)[0].strip() for text in texts)
     text = next(filter(None, own), "") or text_of(fields, "prompt")
     words = " ".join("".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT]).split())
     # `opencode run` puts them between quotation marks.

@@ -91,6 +91,8 @@ def test_title_is_told_by_the_words_that_it_quotes_where_it_does_not_name_the_se
     main = turn(MAIN, (b"key", asker[1] and "session"))._replace(words="Mend the parser")
     title, text = turn("s2 u9", asker, tools=""), "Name this: Mend the parser, please"
     assert kind_of(title, [main], lambda: text) is Kind.SIDE
+    before = turn("s2 u8", NOBODY, tools="")._replace(words="Name this: Mend")
+    assert kind_of(title, [main, before], lambda: text) is Kind.SIDE
     assert kind_of(title, [main], lambda: "Name this: another one") is Kind.FIRST
     assert kind_of(title, [main._replace(words="parser")], lambda: text) is Kind.FIRST
     with_tools = turn("s2 u9", asker, tools="others")

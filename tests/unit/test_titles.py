@@ -35,6 +35,7 @@ def said(*messages: tuple[str, Any]) -> dict[str, Any]:
             "Mend it",
         ),
         (said(("user", '"Mend it"\n<environment_details>\n</environment_details>')), "Mend it"),
+        (said(("user", "Mend it\n<turn-context>\n</turn-context>")), "Mend it"),
         ({"prompt": "Once upon \x1b[31ma time"}, "Once upon [31ma time"),
         (said(("user", '"Mend it"\n')), "Mend it"),
         (said(("user", '"a" is "b", not c')), '"a" is "b", not c'),
