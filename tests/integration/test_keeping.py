@@ -259,11 +259,11 @@ async def test_answer_that_is_never_a_stream_comes_as_it_is(start_rig: StartRig,
         gate = rig.server.hold("generate")
         first = asyncio.ensure_future(rig.post(CHAT, BODIES[CHAT]))
         await gate.reached()
-        waiting = asyncio.ensure_future(rig.post(path, {"input": "a", "stream": True}))
+        asked = asyncio.ensure_future(rig.post(path, {"input": "a", "stream": True}))
         await asyncio.sleep(3 * KEEP_SECONDS)
         rig.server.release("generate")
         assert (await first).status == 200
-        reply, alone = await waiting, await rig.post(path, {"input": "a"})
+        reply, alone = await asked, await rig.post(path, {"input": "a"})
         assert reply.headers["Content-Type"] == alone.headers["Content-Type"]
         assert (reply.status, reply.body) == (alone.status, alone.body)
 
