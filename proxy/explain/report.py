@@ -170,7 +170,9 @@ class Journal:
             other = self.prompts.find(nearest.id) if nearest.id else None
             old = other.sketch if other else old
             n_known = (nearest.n_tokens or 0) if other else nearest.n_common
-        costs = sketch.costs_of(known.sketch, len(known.tokens), n_prompt, old, n_known)
+        # Of a prompt with images only the tokens before the first one are known.
+        n_whole = max(n_prompt, len(known.tokens))
+        costs = sketch.costs_of(known.sketch, n_whole, n_prompt, old, n_known)
         return msgspec.structs.replace(found, costs=costs)
 
     def _why_unknown(self, request_id: str) -> str:

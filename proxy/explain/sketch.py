@@ -56,11 +56,6 @@ class Sketch:
         return len(self.roles) - len(self.roles.lstrip("s"))
 
     @property
-    def header(self) -> Digests:
-        """The digests of the leading system messages."""
-        return self.messages[: self.n_leading_system]
-
-    @property
     def own(self) -> Digests:
         """The digests of the messages behind the leading system messages."""
         return self.messages[self.n_leading_system :]
@@ -88,7 +83,8 @@ def begin_alike(new: Sketch, old: Sketch) -> bool:
     A request for a title repeats the first message of its conversation, but under another header.
     """
     has_same_tools = len(new.tools) > 0 and new.tools == old.tools
-    has_same_header = len(new.header) > 0 and new.header == old.header
+    header, of_old = (sketch.messages[: sketch.n_leading_system] for sketch in (new, old))
+    has_same_header = len(header) > 0 and header == of_old
     return have_same_first_message(new, old) and (has_same_tools or has_same_header)
 
 
@@ -174,10 +170,13 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
 
 
 def _part(message: dict[str, Any]) -> tuple[str, int, int]:
-    """Return the letter, the digest and the size of a message."""
+    """Return the letter, the digest and the size of a message, without the bytes of its images."""
     letter, encoded = _LETTERS.get(text_of(message, "role"), "u"), json_of(message)
     letter = "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
-    return letter, xxhash.xxh3_64_intdigest(encoded), len(encoded)
+    parts = list_of(message.get("content"))
+    media = (member(part, "image_url", member(part, "input_audio")) for part in parts)
+    n_media = sum(len(text_of(each, "url") + text_of(each, "data")) for each in media)
+    return letter, xxhash.xxh3_64_intdigest(encoded), len(encoded) - n_media
 
 
 def words_of(fields: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Rendering
@@ -68,6 +70,26 @@ def test_request_that_a_later_one_goes_on_from_has_its_own_parts_only() -> None:
     later = explained(journal, "b", 1200, nearest)
     assert changed(later) == ["2"] and later[1].name == "two"
     assert explained(journal, "unknown", 5, None) == []
+
+
+@pytest.mark.parametrize(
+    "medium",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}},
+        {"type": "input_audio", "input_audio": {"data": "A" * 100_000, "format": "wav"}},
+    ],
+)
+def test_image_is_not_taken_for_text(medium: dict[str, Any]) -> None:
+    """Only the tokens before an image are known, and the request's own count."""
+    journal = Journal()
+    looking = {"role": "user", "content": [{"type": "text", "text": "Look."}, medium]}
+    rendering = Rendering(fields(ONE["tools"], looking), "text")
+    journal.prompts.add(
+        KnownPrompt(Namespace(b""), token_ids(range(900)), rendering, ("", 0), 0.0, ("a",)), ()
+    )
+    *_, system, user, asked = explained(journal, "a", 1000, None)
+    assert sum(cost.n_tokens for cost in explained(journal, "a", 1000, None)) in range(997, 1004)
+    assert system.n_tokens > user.n_tokens > asked.n_tokens
 
 
 def test_names_of_tools_are_not_kept_where_no_text_is() -> None:
