@@ -162,7 +162,6 @@ async def _serve(settings: Settings, shared: Services, pool: Pool) -> AsyncItera
     guard = only_operators(admin_token(settings), open_paths, own_host)
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard])
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
-    operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit = MAX_REQUESTS * len(pool.roots)
     front = Front(pool, shared, unread, limit, aliases, deadline := Deadline())

@@ -322,12 +322,13 @@ class Addresses:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """Watch all llama-servers, and verify stored states, while the block runs."""
+        """Watch all llama-servers, and care for the store, while the block runs."""
         for root in self._roots:
             self._follow(root)
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = partial(background.note_damage, self._shared)
         self._run(partial(background.verify_stored, self._shared))
+        self._run(partial(background.remember, self._shared))
         try:
             yield
         finally:
@@ -455,7 +456,6 @@ class Addresses:
         self._run(server.watch)
         idle_seconds = self.settings.idle_save_seconds
         self._run(partial(background.save_idle_slots, lambda: server.process, idle_seconds))
-        self._run(partial(background.remember_rates, lambda: server.process))
         return server
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

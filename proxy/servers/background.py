@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from proxy.core.messages import Kind
 from proxy.core.model import Checkpoint, Cuts, SlotId
-from proxy.core.rates import Rates
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Slot, SlotPhase, n_busy, not_to_save, shared_tokens
 from proxy.errors import ServerAway, StateDamaged, StoreFault, TooManyRequests, UpstreamUnreachable
@@ -20,7 +21,8 @@ from proxy.serving.planning import plan_in, verify
 from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.queue import Choice, FreeElsewhere, Lease
 from proxy.serving.request import Request
-from proxy.serving.services import Services
+from proxy.serving.services import HISTORY, Services
+from proxy.store.index import Newer
 from proxy.store.store import N_NEWEST
 
 _WRITE_SECONDS = 60.0
@@ -42,31 +44,39 @@ Current = Callable[[], Process | None]
 """Returns the process that serves now."""
 
 
-async def remember_rates(current: Current) -> None:
-    """Write the learned rates and sizes to the index every minute, and once more when cancelled.
+async def remember(shared: Services) -> None:
+    """Write what was learned to the index every minute, and once more when cancelled.
 
-    The next start begins with them.
+    The next start begins with the rates and sizes of each llama-server, and the live page with its history.
     """
-    written = Rates()
+    if shared.opened_store is None:
+        return
+    written = b""
     try:
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
-            if (process := current()) and process.can_cache:
+            for process in [p for p in shared.served.values() if p.can_cache]:
                 await time_disk(process)
-            written = await _remember(process, written)
+            if (learned := msgspec.msgpack.encode(_learned(shared))) != written:
+                written = learned
+                await _write_learned(shared)
     finally:
-        await _remember(current(), written)
+        await _write_learned(shared)
 
 
-async def _remember(process: Process | None, written: Rates) -> Rates:
-    """Write the rates and sizes of a process unless the rates are *written*; return the written rates."""
-    if process is None or not process.can_cache or process.rates in (written, Rates()):
-        return written
-    rates = process.rates
-    with process.faults.suppressed("remember", StoreFault):
-        await process.remember(RATES, rates)
-        await process.remember(SIZES, list(process.sizes))
-    return rates
+async def _write_learned(shared: Services) -> None:
+    with shared.faults.suppressed("remember", StoreFault):
+        newer = Newer(values=_learned(shared))
+        await shared.store.write(partial(shared.store.index.put, newer=newer))
+
+
+def _learned(shared: Services) -> dict[str, object]:
+    learned: dict[str, object] = {HISTORY: shared.journal.past}
+    for process in shared.served.values():
+        if process.can_cache:
+            learned[process.name_here(RATES)] = process.rates
+            learned[process.name_here(SIZES)] = list(process.sizes)
+    return learned
 
 
 async def time_disk(process: Process) -> None:

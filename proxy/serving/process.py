@@ -176,13 +176,14 @@ class Process(ServerServices):
 
     def remembered(self, name: str, value_type: type[T]) -> T | None:
         """Return the value remembered under RULE, SIZES or RATES."""
-        return self.store.index.value(self._name_here(name), value_type)
+        return self.store.index.value(self.name_here(name), value_type)
 
     async def remember(self, name: str, value: object) -> None:
-        """Remember the rule, the sizes or the rates; None forgets them. Raises StoreFault."""
-        await self.store.put_value(self._name_here(name), value)
+        """Remember a value under RULE; None forgets it. Raises StoreFault."""
+        await self.store.put_value(self.name_here(name), value)
 
-    def _name_here(self, name: str) -> str:
+    def name_here(self, name: str) -> str:
+        """Return the name under which the index has RULE, SIZES or RATES of this model."""
         points = "with" if self.saves_context_checkpoints else "without"
         model_name = (self.model_namespace or b"").hex()
         return name.format(model=model_name, build=self.build, points=points)

@@ -12,6 +12,7 @@ from proxy.core.model import Checkpoint
 from proxy.core.rates import Rates
 from proxy.errors import StoreFault
 from proxy.explain.report import Journal, Report
+from proxy.explain.views import History
 from proxy.health import Degradations, Faults
 from proxy.llama.client import LlamaServer, Target
 from proxy.metrics import Metrics
@@ -21,6 +22,9 @@ from proxy.tasks import Tasks
 if TYPE_CHECKING:
     from proxy.serving.process import Process
     from proxy.shared.tier import Tier
+
+HISTORY = "history"
+"""Under this name the index keeps the journal's history."""
 
 
 @dataclass(eq=False)
@@ -69,9 +73,12 @@ class Services:
 def new_shared(
     store: CheckpointStore | None, metrics: Metrics, degradations: Degradations, journal: Journal
 ) -> Services:
-    """Return the shared services of a proxy that starts."""
+    """Return the shared services of a proxy that starts; its journal goes on from that of earlier runs."""
     faults, report = Faults(metrics), Report(metrics, journal)
-    secret = token_bytes() if store is None else store.secret  # an empty store is false
+    secret = token_bytes()
+    if store is not None:  # an empty store is false
+        secret = store.secret
+        journal.past = store.index.value(HISTORY, History) or journal.past
     return Services(store, metrics, faults, degradations, report, journal, Tasks(), secret)
 
 

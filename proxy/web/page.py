@@ -6,7 +6,6 @@ An open page asks for an overview twice a second. While no page is open, none is
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from proxy.core.slots import TAINTED
-from proxy.errors import StoreFault, UpstreamFault
-from proxy.explain.views import History
+from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request
@@ -40,9 +38,6 @@ MAX_REQUESTS = 50
 """The most requests in one overview; earlier requests are at /requests."""
 _MAX_DIGITS = 18
 PROGRESS_SECONDS = 1.0
-KEPT_SECONDS = 300.0
-"""The time between two writes of the history, some 20 KiB each; the end of the proxy writes it as well."""
-_HISTORY = "history"
 
 
 class LivePage:
@@ -55,29 +50,6 @@ class LivePage:
         self._progress: dict[tuple[str, int], SlotStatus] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = 0.0
-        self._n_kept = 0
-
-    async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
-        """Load the history of earlier runs, and write it from time to time and at the end."""
-        with suppress(StoreFault):
-            if kept := self._shared.store.index.value(_HISTORY, History):
-                self._shared.journal.past = kept
-        keeping = asyncio.ensure_future(self._keep_history())
-        yield
-        keeping.cancel()
-        await self._write_history()
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(KEPT_SECONDS)
-            await self._write_history()
-
-    async def _write_history(self) -> None:
-        n_recorded = self._shared.journal.n_recorded
-        if n_recorded != self._n_kept:
-            self._n_kept = n_recorded
-            with suppress(StoreFault):  # if the write fails, counts are lost
-                await self._shared.store.put_value(_HISTORY, self._shared.journal.past)
 
     def _ask_for_progress(self) -> None:
         """Begin to ask every busy llama-server for its progress, once a second at most.

@@ -11,9 +11,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
+from proxy.core.rates import Rates
 from proxy.explain import report
 from proxy.explain.report import sums_at
+from proxy.explain.views import History
 from proxy.llama.client import SlotStatus
+from proxy.servers import background
+from proxy.serving.process import RATES
+from proxy.serving.services import HISTORY
 from proxy.web.page import POLICY, LivePage
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question
@@ -125,6 +130,20 @@ async def test_history_goes_on_after_a_restart(start_rig: StartRig) -> None:
         after = await history(rig)
         assert after["today"]["n_requests"] == 2
         assert sum(minute[1] for minute in after["minutes"]) == 2
+
+
+async def test_history_and_rates_are_written_while_the_proxy_runs(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that is killed loses a minute of them."""
+    monkeypatch.setattr(background, "_WRITE_SECONDS", 0.02)
+    async with start_rig() as rig:
+        process = await rig.attached()
+        await rig.chat(question("a", 300))
+        await rig.settled()
+        store = rig.running.shared.store
+        await until(lambda: store.index.value(HISTORY, History) == rig.running.shared.journal.past)
+        await until(lambda: process.remembered(RATES, Rates) == process.rates != Rates())
 
 
 async def test_history_of_a_new_day_begins_at_zero_before_its_first_request(
