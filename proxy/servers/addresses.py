@@ -190,7 +190,7 @@ class HostedModels(Watched):
 
         Yields an unloaded server if the model cannot be loaded, no request may have it loaded, or the host
         does not accept the client's *keys*: then the host itself refuses the request. Raises ServerAway if
-        the host is away for too long; the request has waited *since* that moment.
+        the host is away for too long. Requests wait in the order of *since*, when each began to wait.
         """
         if self.is_away:
             self.poke()
@@ -200,30 +200,22 @@ class HostedModels(Watched):
         if model in self.models.by_hand or (may_wait and not await self.host.accepts(keys)):
             yield server
             return
-        await self._admission(model, since)
-        try:
-            yield server
-        finally:
-            self._users[model] -= 1
-            self._advance()
-
-    async def _admission(self, model: str, since: float) -> None:
-        """Wait until the model is loaded, or its load has failed; the queue is ordered by *since*."""
         if self._has_given_up:
             told = "its model is not loaded, and the proxy is about to stop"
             raise errors.ServerAway(told, was_sent=False, status=503)
-        waiting = _WaitingForModel(since, model, asyncio.get_running_loop().create_future())
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = _WaitingForModel(since, model, admitted)
         bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self._advance()
         try:
-            await waiting.admitted
-        except asyncio.CancelledError:
+            await admitted  # its model is loaded, or its load has failed
+            yield server
+        finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif not waiting.admitted.cancelled() and not waiting.admitted.exception():
+            elif not (admitted.cancelled() or admitted.exception()):
                 self._users[model] -= 1
             self._advance()
-            raise
 
     @property
     def _residents(self) -> Residents:
