@@ -210,7 +210,7 @@ async def verify_stored(shared: Services) -> None:
             if checkpoint.verified_at >= due_before:
                 continue  # since the last commit: the index does not know it yet
             try:
-                await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
+                await shared.store.verify_again(checkpoint, bytes_per_second=BYTES_PER_SECOND)
             except Exception as fault:
                 if isinstance(fault, StateDamaged) or shared.store.get(checkpoint_id):
                     shared.faults.record("verify", fault)  # else it was evicted meanwhile

@@ -148,31 +148,20 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
             self.note_restored(checkpoint)
 
-    async def verify(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        bytes_per_second: float = 0.0,
-        most_seconds: float | None = None,
-    ) -> None:
+    async def verify(self, checkpoint: Checkpoint, *, most_seconds: float | None = None) -> None:
         """Verify the file of a checkpoint, unless it was verified and has not changed since.
 
-        With *bytes_per_second* the file is always read, and no faster. Raises StoreFault if the file cannot
-        be read in *most_seconds*, or if it is not what was saved; then the checkpoint and all that may stem
-        from it go.
+        Raises StoreFault if the file cannot be read in *most_seconds*, or as `verify_again` does.
         """
-        if bytes_per_second:
-            await self._verify(checkpoint, bytes_per_second)
-        else:
-            verifying = self.verify_soon(checkpoint)
-            try:
-                async with asyncio.timeout(most_seconds):
-                    await asyncio.shield(verifying)
-            except TimeoutError as error:
-                if not verifying.done():  # used again as soon as it has been read
-                    self.note_unreadable(checkpoint)
-                told = f"{checkpoint.file_name} was not read in {most_seconds} s"
-                raise StoreFault(told) from error
+        verifying = self.verify_soon(checkpoint)
+        try:
+            async with asyncio.timeout(most_seconds):
+                await asyncio.shield(verifying)
+        except TimeoutError as error:
+            if not verifying.done():  # used again as soon as it has been read
+                self.note_unreadable(checkpoint)
+            told = f"{checkpoint.file_name} was not read in {most_seconds} s"
+            raise StoreFault(told) from error
 
     def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
         """Begin to verify a checkpoint that will likely be restored, unless it is verified already."""
@@ -183,15 +172,22 @@ class CheckpointStore(Catalogue):
                 verifying.exception()  # retrieved, because no caller may have waited
 
         if checkpoint.id not in self._verifying:
-            verifying = asyncio.ensure_future(self._verify(checkpoint))
+            verifying = asyncio.ensure_future(self._verify_new(checkpoint))
             self._verifying[checkpoint.id] = verifying
             verifying.add_done_callback(end)
         return self._verifying[checkpoint.id]
 
-    async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
-        """Verify a file; on any fault, do not use its checkpoint for a while, or remove it."""
-        if not bytes_per_second and await self._verification.is_done(checkpoint):
-            return
+    async def _verify_new(self, checkpoint: Checkpoint) -> None:
+        if not await self._verification.is_done(checkpoint):
+            await self.verify_again(checkpoint)
+            self.note_read(checkpoint)
+
+    async def verify_again(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
+        """Read the whole file of a checkpoint, no faster than *bytes_per_second* if given.
+
+        Raises StoreFault if the file cannot be read, and then does not use the checkpoint for a while; or
+        if the file is not what was saved, and then the checkpoint and all that may stem from it go.
+        """
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
         except StateDamaged:
@@ -205,8 +201,6 @@ class CheckpointStore(Catalogue):
                     await self.remove(checkpoint, Removal.BROKEN)
             raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
         self.note_verified(checkpoint)
-        if not bytes_per_second:
-            self.note_read(checkpoint)
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
         """Remove a checkpoint and all that may stem from it; raises StoreFault if that fails."""

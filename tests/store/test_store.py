@@ -580,7 +580,7 @@ async def test_background_verifies_each_state_once_though_nothing_is_committed_m
     monkeypatch.setattr(background, "_VERIFY_LOOK_SECONDS", 0.0)
     states = [new_state(store, run_of(100, start=n), verified_at=0.0) for n in (0, 1000, 2000)]
     committed = [await store.commit(*state) for state in states]
-    verify, look = store.verify, store.index.verified_before
+    verify, look = store.verify_again, store.index.verified_before
     verified, looks = list[CheckpointId](), list[list[CheckpointId]]()
 
     async def note(found: Checkpoint, **how: Any) -> None:
@@ -591,7 +591,7 @@ async def test_background_verifies_each_state_once_though_nothing_is_committed_m
         looks.append([*look(time)])
         return looks[-1]
 
-    monkeypatch.setattr(store, "verify", note)
+    monkeypatch.setattr(store, "verify_again", note)
     monkeypatch.setattr(store.index, "verified_before", note_look)
     shared: Any = SimpleNamespace(opened_store=store, store=store)
     verifying = asyncio.ensure_future(background.verify_stored(shared))
@@ -646,7 +646,7 @@ async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
 ) -> None:
     first = await store.commit(*new_state(store, run_of(300)))
     second = await store.commit(*new_state(store, run_of(400), ancestors=(first.id,)))
-    await store.verify(first, bytes_per_second=1e9)
+    await store.verify_again(first, bytes_per_second=1e9)
     change(store.files.path(first.file_name), bytes(first.size_bytes))
     with pytest.raises(StateDamaged):
         await store.verify(first)
