@@ -8,7 +8,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -89,7 +89,6 @@ class Remote:
         self.link = self.index.value(_LINK, Transfer) or UNMEASURED
         self.measured_until, self._trusted_seconds = 0.0, _TRUSTED_SECONDS
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
-        self._noting: Future[None] | None = None
         self.secret = self.sealing.secret(b"tenants") if self.sealing.key else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
         self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
@@ -214,15 +213,9 @@ class Remote:
         if self.is_own(checkpoint.shared_id):
             self.outdated.append(checkpoint)
         # Where nothing may be deleted there are ever more: the others are written at the end.
-        queued = self._noting
-        if queued and not (queued.running() or queued.done()):
-            return  # it will note this one, too
         if len(self.refused) < _MAX_REFUSED:
             with suppress(RuntimeError):  # it is ending
-                self._noting = self._thread.submit(self._note_refused)
-
-    def _note_refused(self) -> None:
-        self.index.put_value(_REFUSED, [*self.refused])
+                self._thread.submit(self.index.put_value, _REFUSED, [*self.refused])
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a state there, its record first; raises SharedStoreFault.
