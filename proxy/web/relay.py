@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 
 from proxy.errors import OutOfCells, ProxyError, ServerAway
 from proxy.explain.report import Report, Told
-from proxy.llama.answers import Answer, AnswerReader, complaint_in
+from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import Body, Heard, LlamaServer, Target, error_message
 from proxy.llama.connection import Reply, away, end_to_end, read_most, read_now, reason_of
 from proxy.llama.requests import generation_route
@@ -116,11 +116,12 @@ class Exchange:
         answer = self._answer
         request, route = (self.request, self.route) if answer.status == 200 else (None, None)
         self.writer.stop_keeping()
-        waiting = self.writer.response
-        if waiting is not None and not (answer.status == 200 and self._is_stream):
-            return await self._refuse_in_stream(waiting)
+        is_begun = self.writer.response is not None  # by comments: only events may follow
+        is_refusal = is_begun and not (answer.status == 200 and self._is_stream)
         self._told = self._report.told(request) if request else Told()
         stream_edit, edit = edits_of(self.path, answer, request, self._told)
+        if is_refusal:
+            edit = partial(error_event_of, self.path, answer.status)
         body, edited = b"", None  # what was read of it; what the client gets, if that was all
         # A small answer is read whole, and goes to the client along with its headers.
         is_plain = answer.status == 200 and answer.method != "HEAD" and not self._is_stream
@@ -130,9 +131,9 @@ class Exchange:
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             if answer.status == 500:
                 self._look_for_cells(body)
-            edited = (edit or bytes)(body) if answer.content.at_eof() else None
+            edited = (edit or bytes)(body) if is_refusal or answer.content.at_eof() else None
         self._has_begun = True
-        if waiting is None:
+        if not is_begun:
             await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
@@ -145,19 +146,19 @@ class Exchange:
         """Write the answer to the client, and read facts from it."""
         answer, reader = self._answer, self._reader
         try:
-            if edited is None:
-                self._pass_on_now(body, body)
-                await self._pass_on_as_it_comes(target, edit)
-            else:
+            if edited is not None:
                 has_it = isinstance(self.writer.response, web.Response)  # and writes it in end()
                 self._pass_on_now(body if self.route else b"", b"" if has_it else edited)
-            # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
-            # llama-swap if it broke off.
-            may_be_stopped = "X-Conversation-Id" in self.incoming.headers
-            is_stopped = may_be_stopped and target.host != "llama-swap"
-            is_whole = self.route is None or not self._is_stream or reader.is_complete
-            if not (is_whole or is_stopped):
-                raise aiohttp.ClientPayloadError("its stream ended before its last event")
+            else:
+                self._pass_on_now(body, body)
+                await self._pass_on_as_it_comes(target, edit)
+                # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
+                # llama-swap if it broke off.
+                may_be_stopped = "X-Conversation-Id" in self.incoming.headers
+                is_stopped = may_be_stopped and target.host != "llama-swap"
+                is_whole = self.route is None or not self._is_stream or reader.is_complete
+                if not (is_whole or is_stopped):
+                    raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
         except (asyncio.CancelledError, ConnectionResetError):
             if not reader.is_complete:
@@ -221,17 +222,6 @@ class Exchange:
                 self._first_token_at = self._heard.heard_at
                 if self.request:
                     self.request.answering.set()
-
-    async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
-        """Send llama-server's error as an event to a client whose stream has begun already."""
-        answer = self._answer
-        body = await read_most(answer.content)
-        if answer.status == 500:
-            self._look_for_cells(body)
-        self._has_begun = True
-        await waiting.write_eof(error_event_of(self.path, answer.status, body))
-        self.is_answered = True
-        return Answer(answer.status, None, complaint=complaint_in(body))
 
     def _look_for_cells(self, body: bytes) -> None:
         """Raise OutOfCells the first time that llama-server fails before a token: it can be asked again."""
