@@ -115,6 +115,7 @@ async def attach(
     except CacheFault as fault:
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
+        process.model_namespace = None  # it may be known already: then nothing would be tried again
         process.faults.count("attach")
         # If no save has shown whether idle slots are cleared, a trial does, once per process.
         if process.clears_idle_slots is None:

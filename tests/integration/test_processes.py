@@ -410,11 +410,13 @@ async def test_server_that_cannot_be_cached_is_forwarded_to_and_says_why(
         assert rig.sample("state", state="forwarding") == 1
 
 
+@pytest.mark.parametrize("call", ["save", "restore"])
 async def test_attachment_that_failed_is_tried_again(
-    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
+    """The restore comes when the model is known, but not its rule."""
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
-    async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
+    async with start_rig(faults=Faults(refuse={call: 500})) as rig:
         assert (await rig.health())["state"] == "forwarding"
         await until(lambda: not any(slot.tokens for slot in rig.server.slots))
         rig.server.faults.refuse.clear()
