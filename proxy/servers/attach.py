@@ -259,8 +259,13 @@ async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Laun
             process.metrics.served_models.labels(name).set(1)
             static = _static(process, identity, probe)
             process.model_namespace = await _namespace(process, static, canary, name)
-            known = process.remembered(RULE, Rule)
-            await process.learn_rule(known or await _derive(process, slot_id, saved))
+            try:
+                rule = process.remembered(RULE, Rule) or await _derive(process, slot_id, saved)
+            except UpstreamRefused as refusal:
+                if refusal.status != 400:
+                    raise
+                rule = NO_RULE  # as in `learn_rule`: it would refuse the probe at each try
+            await process.learn_rule(rule)
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
 

@@ -384,7 +384,7 @@ REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
     ),
     "disk full": (lambda faults: faults.refuse.update(save=500), "attaching failed"),
     "no models": (lambda faults: faults.refuse.update(models=404), "attaching failed"),
-    "no restores": (lambda faults: faults.refuse.update(restore=400), "attaching failed"),
+    "no restores": (lambda faults: faults.refuse.update(restore=400), "nothing can be restored"),
     "wrong file": (lambda faults: setattr(faults, "saves_other_tokens", True), "attaching failed"),
     "no slots": (lambda faults: faults.props.update(total_slots=0), "not a llama-server"),
     "more slots than there can be": (
