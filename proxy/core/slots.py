@@ -239,6 +239,12 @@ class SlotTable(list[Slot]):
         """Return the contents of a new table of the same process: tainted what is not to be saved."""
         return [TAINTED if n_busy([s]) or not s.content.can_be_adopted else Unknown() for s in self]
 
+    def go_on_from(self, earlier: "SlotTable") -> None:
+        """Take over what the slots held by the *earlier* table of this process; some may be empty now."""
+        for slot in self.free():
+            if not isinstance(slot.content, Empty):
+                self.set_content(slot.id, earlier[slot.id].content)
+
     def free(self) -> list[Slot]:
         """Return the slots that are not leased."""
         return [slot for slot in self if not slot.is_leased]

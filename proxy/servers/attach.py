@@ -29,7 +29,7 @@ from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamFault, UpstreamRefused, UpstreamSlow
 from proxy.health import CannotCache
 from proxy.llama import files as state_files
-from proxy.llama.client import LlamaServer, Props
+from proxy.llama.client import LlamaServer, ModelMeta, Props
 from proxy.llama.files import StateFile, fingerprint_model, has_two_caches, read_state_file
 from proxy.log import get_logger
 from proxy.servers.background import time_disk
@@ -154,14 +154,15 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
                 process.slots.set_content(SlotId(status.id), TAINTED)
                 process.slots.lease(SlotId(status.id), time.monotonic())
     process.adapters = await process.upstream.lora_adapters()
+    meta = await process.upstream.model_meta()  # first: behind a refusal no slot would be as it was
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         slot_id = await _empty_slot(process, adopted)
         try:
-            await _examine(process, slot_id, props, launch)
+            await _examine(process, slot_id, props, meta, launch)
         except CacheFault:
             with suppress(UpstreamFault):  # the next try, or `doctor`, needs an empty slot again
-                await process.upstream.erase(slot_id)
+                await process.erase(slot_id)
             raise
         if process.rule.is_end_only and launch.n_context_checkpoints is None:
             # Files of such builds have no context checkpoints: nobody limits them, and no save counts them.
@@ -222,10 +223,11 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
     return slot_id
 
 
-async def _examine(process: Process, slot_id: SlotId, props: Props, launch: Launch) -> None:
+async def _examine(
+    process: Process, slot_id: SlotId, props: Props, meta: ModelMeta, launch: Launch
+) -> None:
     """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
-    meta = await upstream.model_meta()
     n_vocab, path = meta.n_vocab, Path(props.model_path)
     fingerprint = await asyncio.to_thread(fingerprint_model, path)  # empty if it cannot be read
     process.saver.may_have_window = not await asyncio.to_thread(state_files.lacks_window, path)

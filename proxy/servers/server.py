@@ -373,9 +373,8 @@ class Server(Watched):
         if obstacle := process.obstacle:
             process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
-            if last:  # it is the same process: its slots are as they were
-                for slot in process.slots.free():
-                    process.slots.set_content(slot.id, last.slots[slot.id].content)
+            if last:
+                process.slots.go_on_from(last.slots)
         if self._n_unplaced > n_unplaced:
             process.slots.forget_free()
         # These end when the slots are shown, and when one is saved.

@@ -486,16 +486,32 @@ async def test_busy_slot_is_left_alone_at_first_contact(start_rig: StartRig) -> 
             assert reply.status == 200
 
 
+@pytest.mark.parametrize("refuse", [{"save": 501, "erase": 501}, {"models": 404}], ids=str)
 async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, refuse: dict[str, int]
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
+    async with start_rig(faults=Faults(refuse=refuse), n_slots=1) as rig:
+        await rig.chat("a")
+        place = next(iter(refuse))
+        n_tries = len(rig.server.seen_at(place))
+        await until(lambda: len(rig.server.seen_at(place)) > n_tries + 2)
+        monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_slot_that_a_failed_attachment_has_emptied_counts_as_empty(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
-    async with start_rig(faults=Faults(refuse={"save": 501, "erase": 501})) as rig:
+    async with start_rig(faults=Faults(refuse={"restore": 500}), n_slots=1) as rig:
         await rig.chat("a")
-        n_saves = len(rig.server.seen_at("save"))
-        await until(lambda: len(rig.server.seen_at("save")) > n_saves + 2)
+        n_tries = len(rig.server.seen_at("restore"))
+        await until(lambda: len(rig.server.seen_at("restore")) > n_tries + 2)
         monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
-        assert (await rig.chat("a")).n_reused == 308
+        await rig.settled()
+        reply = await rig.chat("a")
+        assert reply.n_reused == 0 and "reused=0" in reply.headers["X-Prefix-Cache"]
 
 
 async def test_several_processes_at_one_address_are_left_alone_until_one_answers(
