@@ -101,10 +101,6 @@ class UpstreamRefused(UpstreamFault):
         self.status = status
 
 
-class NotKnown(CacheFault):
-    """What somebody asks for by its id is not known here; the message says why."""
-
-
 class WillBeRefused(CacheFault):
     """llama-server will refuse a request before it reaches a slot; the message says why."""
 
@@ -117,6 +113,12 @@ class ProxyError(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status or self.status
+
+
+class NotKnown(ProxyError):
+    """What an operator asks for by its id is not known here; the message says why."""
+
+    status = 404
 
 
 class ServerAway(ProxyError):

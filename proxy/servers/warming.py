@@ -21,7 +21,7 @@ from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.slots import shared_tokens
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused
+from proxy.errors import ProxyError, UpstreamFault, UpstreamRefused
 from proxy.explain.views import OWN_CLIENT, Explanation
 from proxy.llama.answers import Answer, AnswerReader
 from proxy.llama.client import LlamaServer
@@ -40,8 +40,10 @@ OnProgress = Callable[..., Awaitable[None]]
 """Is told that `n_done` tokens are done, of `n_tokens`."""
 
 
-class NotWarmed(CacheFault):
+class NotWarmed(ProxyError):
     """A header could not be evaluated or is not kept; the message says why."""
+
+    status = 404
 
 
 class Warming:

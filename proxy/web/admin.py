@@ -34,7 +34,7 @@ from proxy.explain import views
 from proxy.health import Degradation
 from proxy.llama import requests
 from proxy.servers.pool import Pool
-from proxy.servers.warming import NotWarmed, Warming, own_request
+from proxy.servers.warming import Warming, own_request
 from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.services import Services
@@ -48,6 +48,7 @@ _FOR_PROGRAMS = ("/health", "/metrics")
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
+_ASKS_FOR_TOKEN = 'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
 _SLICE_SECONDS = 0.002
 
 
@@ -70,32 +71,34 @@ def only_operators(token: str | None, open_paths: Collection[str], own_host: str
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _FOR_PROGRAMS:
-            if token is None and not is_own_name(request.host, own_host):
-                raise _refused(
-                    web.HTTPForbidden,
-                    f"ask by an address, not by {request.host!r}, or set admin_token_file: other sites' "
-                    "pages could otherwise read this under a name of theirs",
-                )
-            origin = request.headers.get("Origin")
-            if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
-                raise _refused(web.HTTPForbidden, "not for pages of other sites")
-        if token is not None and request.path not in open_paths:
-            _require(token, request)
         try:
+            if request.path not in _FOR_PROGRAMS:
+                if token is None and not is_own_name(request.host, own_host):
+                    told = f"ask by an address, not by {request.host!r}, or set admin_token_file: other"
+                    told += " sites' pages could otherwise read this under a name of theirs"
+                    raise ProxyError(told, 403)
+                origin = request.headers.get("Origin", f"://{request.host}")
+                if origin.partition("://")[2].lower() != request.host.lower():
+                    raise ProxyError("not for pages of other sites", 403)
+            if token is not None and request.path not in open_paths:
+                _require(token, request)
             return await handler(request)
-        except (NotKnown, NotWarmed, ProxyError) as why:
-            is_wrong = isinstance(why, ProxyError)
-            raise _refused(web.HTTPBadRequest if is_wrong else web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
-            raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
-        except web.HTTPException as why:
-            if why.content_type != _JSON:
-                says = "no such route (clients use `listen`)" if why.status == 404 else why.text
-                why.body, why.content_type = msgspec.json.encode({"error": says}), _JSON
+            return _refusal(503, fault)
+        except ProxyError as why:
+            return _refusal(why.status, why)
+        except web.HTTPException as why:  # aiohttp's own
+            says = "no such route (clients use `listen`)" if why.status == 404 else why.text
+            why.body, why.content_type = msgspec.json.encode({"error": says}), _JSON
             raise
 
     return check
+
+
+def _refusal(status: int, why: Exception) -> web.Response:
+    body = msgspec.json.encode({"error": str(why)})
+    headers = {"WWW-Authenticate": _ASKS_FOR_TOKEN} if status == 401 else None
+    return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
 
 
 def _require(token: str, request: web.Request) -> None:
@@ -109,22 +112,13 @@ def _require(token: str, request: web.Request) -> None:
             shown = b64decode(authorization).partition(b":")[2]
     if not hmac.compare_digest(shown, token.encode()):
         why = "this listener asks for its token: as a Bearer token, or as the password of any user"
-        refusal = _refused(web.HTTPUnauthorized, why)
-        refusal.headers["WWW-Authenticate"] = (
-            'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
-        )
-        raise refusal
+        raise ProxyError(why, 401)
 
 
 def json_response(content: Any = None, **fields: Any) -> web.Response:
     """Return *content* as JSON, or an object of the *fields*."""
     body = msgspec.json.encode(fields if content is None else content)
     return web.Response(body=body, content_type=_JSON)
-
-
-def _refused(kind: type[web.HTTPException], why: str) -> web.HTTPException:
-    """Return an error of the admin listener: `error` says why."""
-    return kind(text=msgspec.json.encode({"error": why}).decode(), content_type=_JSON)
 
 
 class Admin:
@@ -236,9 +230,9 @@ class Admin:
         if (checkpoint := store.get(_checkpoint_id(request))) is None:
             raise NotKnown(_NOT_THERE)
         if checkpoint.is_pinned and not may_be_pinned:
-            raise _refused(web.HTTPConflict, "it is pinned")
+            raise ProxyError("it is pinned", 409)
         if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):
-            raise _refused(web.HTTPConflict, "it is in use")
+            raise ProxyError("it is in use", 409)
         return json_response(id=f"{checkpoint.id:016x}", size_bytes=checkpoint.size_bytes)
 
     # Warming: a header is evaluated and kept before somebody needs it.
@@ -279,11 +273,11 @@ class Admin:
     ) -> Request:
         """Return a request that evaluates the header of the request in the body; raises 400."""
         if (body := requests.parse_body(await request.read())) is None:
-            raise _refused(web.HTTPBadRequest, "the body is no JSON object")
+            raise ProxyError("the body is no JSON object", 400)
         path = requests.route_path(body)
         if (route := requests.generation_route("POST", path)) is None:
             why = "the body is no request: it has no messages, prompt or input"
-            raise _refused(web.HTTPBadRequest, why)
+            raise ProxyError(why, 400)
         wanted = requests.header_request(route, body, is_whole=is_whole)
         warmed = own_request(path, route, keys, tenant_of(keys, self._shared.secret))
         return warmed.receive(requests.with_alias(wanted, self._aliases), self._shared.secret)
@@ -296,7 +290,7 @@ def _limit(request: web.Request, default: int) -> int:
     """Return the `limit` in the query; raises 400 if it is no number."""
     text = request.query.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise _refused(web.HTTPBadRequest, f"limit must be a whole number, not {text!r}")
+        raise ProxyError(f"limit must be a whole number, not {text!r}", 400)
     return int(text)
 
 
@@ -304,7 +298,7 @@ def _is_asked_for(request: web.Request, name: str) -> bool:
     """Return whether a switch is on in the query: `name`, `name=1` or `name=true`; raises 400."""
     text = request.query.get(name, "false").lower()
     if text not in ("", "1", "true", "0", "false"):
-        raise _refused(web.HTTPBadRequest, f"{name} must be true or false, not {text!r}")
+        raise ProxyError(f"{name} must be true or false, not {text!r}", 400)
     return text in ("", "1", "true")
 
 
