@@ -165,7 +165,7 @@ class DegradationKind(StrEnum):
     EVERY_SLOT_BUSY = "every slot is busy"
     """Every slot was busy at first contact, so the model could not be identified.
 
-    None needed: the proxy tries again every 15 seconds.
+    None needed: the proxy tries again, after 15 seconds at first.
     """
     ONLY_EMBEDDINGS = "only embeddings", State.CACHING
     """llama-server was started with --embeddings, for a model without pooling: it makes embeddings, and
@@ -177,7 +177,7 @@ class DegradationKind(StrEnum):
     """llama-server could not be examined at first contact.
 
     Look at the error. If llama-server is unable to save a slot, its disk is full, or it may not write
-    there: docs/security.md, Two users. The proxy tries again every 15 seconds.
+    there: docs/security.md, Two users. The proxy tries again, after 15 seconds at first.
     """
 
     RULE_IS_NOTHING = "nothing can be restored"

@@ -61,8 +61,9 @@ CUT_SECONDS = 2.0
 """An answer that has begun is cut off once llama-server is unreachable, and silent in it, for so long.
 
 A llama-server that is stopping waits for the clients of requests that it will not answer."""
-RETRY_SECONDS = 15.0
-"""How often an attach that found no way to cache is tried again, while no slot is in use."""
+RETRY_SECONDS, _MOST_DOUBLED = 15.0, 6
+"""How soon an attach that found no way to cache is tried again, while no slot is in use, and how often that
+time is doubled: a try may have llama-server write all that a slot holds, for nothing."""
 N_ASKED = 6
 """How often it is asked at first contact which process it is: a load balancer may choose at random."""
 ATTACH_WAIT_SECONDS = 30.0
@@ -194,7 +195,7 @@ class Server(Watched):
         self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
-        self._retry_at = 0.0
+        self._retry_at, self._n_tries = 0.0, 0
         self._n_unplaced = 0
         self._is_starting = launch is not None
         self._log = get_logger("lifecycle")
@@ -388,7 +389,9 @@ class Server(Watched):
         self.services.served[self.upstream.target] = process
         # Each try would leave another file in llama-server's directory.
         is_elsewhere = obstacle is not None and obstacle.kind is DegradationKind.OTHER_DIRECTORY
-        self._retry_at = inf if is_elsewhere else time.monotonic() + RETRY_SECONDS
+        self._n_tries = self._n_tries + 1 if last else 0
+        seconds = RETRY_SECONDS * 2 ** min(self._n_tries, _MOST_DOUBLED)
+        self._retry_at = inf if is_elsewhere else time.monotonic() + seconds
         self.process = process
         self.enter(Phase.ATTACHED)
         process.queue.on_idle = self.on_idle

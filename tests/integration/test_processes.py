@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -498,6 +499,18 @@ async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
         await until(lambda: len(rig.server.seen_at(place)) > n_tries + 2)
         monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
         assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_attachment_that_goes_on_failing_is_tried_ever_less_often(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try has llama-server write what a slot holds, for nothing if the file is of no use."""
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.02)
+    async with start_rig(faults=Faults(n_bytes_lost=1), n_slots=1) as rig:
+        await rig.chat("a")
+        server, n_saves = rig.running.pool.servers[0], len(rig.server.seen_at("save"))
+        await until(lambda: server._retry_at - time.monotonic() > 10 * lifecycle.RETRY_SECONDS)
+        assert len(rig.server.seen_at("save")) > n_saves + 2
 
 
 async def test_slot_that_a_failed_attachment_has_emptied_counts_as_empty(
