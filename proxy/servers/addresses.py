@@ -320,7 +320,7 @@ class Addresses:
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = partial(background.note_damage, self._shared)
         self._run(partial(background.verify_stored, self._shared))
-        self._run(partial(background.remember, self._shared))
+        self._run(partial(background.remember, self._shared, lambda: self.processes))
         try:
             yield
         finally:

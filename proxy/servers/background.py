@@ -44,7 +44,7 @@ Current = Callable[[], Process | None]
 """Returns the process that serves now."""
 
 
-async def remember(shared: Services) -> None:
+async def remember(shared: Services, processes: Callable[[], list[Process]]) -> None:
     """Write what was learned to the index every minute, and once more when cancelled.
 
     The next start begins with the rates and sizes of each llama-server, and the live page with its history.
@@ -55,28 +55,29 @@ async def remember(shared: Services) -> None:
     try:
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
-            for process in [p for p in shared.served.values() if p.can_cache]:
+            for process in processes():
                 await time_disk(process)
-            if (learned := msgspec.msgpack.encode(_learned(shared))) != written:
-                written = learned
-                await _write_learned(shared)
+            learned = _learned(shared, processes())
+            if (encoded := msgspec.msgpack.encode(learned)) != written:
+                written = encoded
+                await _write(shared, learned)
     finally:
-        await _write_learned(shared)
+        await _write(shared, _learned(shared, processes()))
 
 
-async def _write_learned(shared: Services) -> None:
-    with shared.faults.suppressed("remember", StoreFault):
-        newer = Newer(values=_learned(shared))
-        await shared.store.write(partial(shared.store.index.put, newer=newer))
-
-
-def _learned(shared: Services) -> dict[str, object]:
+def _learned(shared: Services, processes: Iterable[Process]) -> dict[str, object]:
     learned: dict[str, object] = {HISTORY: shared.journal.past}
-    for process in shared.served.values():
+    for process in processes:
         if process.can_cache:
             learned[process.name_here(RATES)] = process.rates
             learned[process.name_here(SIZES)] = list(process.sizes)
     return learned
+
+
+async def _write(shared: Services, learned: dict[str, object]) -> None:
+    with shared.faults.suppressed("remember", StoreFault):
+        newer = Newer(values=learned)
+        await shared.store.write(partial(shared.store.index.put, newer=newer))
 
 
 async def time_disk(process: Process) -> None:
@@ -84,7 +85,7 @@ async def time_disk(process: Process) -> None:
 
     Else a default that is too slow would stay: while evaluating seems cheaper, nothing is restored.
     """
-    if process.rates.cold_restore.bytes_per_second:
+    if not process.can_cache or process.rates.cold_restore.bytes_per_second:
         return
     store = process.store
     with suppress(OSError, StoreFault):
