@@ -154,9 +154,11 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
                 process.slots.set_content(SlotId(status.id), TAINTED)
                 process.slots.lease(SlotId(status.id), time.monotonic())
     process.adapters = await process.upstream.lora_adapters()
-    meta = await process.upstream.model_meta()  # first: behind a refusal no slot would be as it was
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
+        meta = (
+            await process.upstream.model_meta()
+        )  # if that is refused, no slot was emptied for nothing
         slot_id = await _empty_slot(process, adopted)
         try:
             await _examine(process, slot_id, props, meta, launch)
