@@ -64,6 +64,8 @@ A llama-server that is stopping waits for the clients of requests that it will n
 RETRY_SECONDS, _MOST_DOUBLED = 15.0, 6
 """How soon an attach that found no way to cache is tried again, while no slot is in use, and how often that
 time is doubled: a try may have llama-server write all that a slot holds, for nothing."""
+_FINAL = (DegradationKind.OTHER_DIRECTORY, DegradationKind.DIRECTORY_IS_NO_USE)
+"""Behind these another try would only leave another file in llama-server's directory, or empty a slot."""
 N_ASKED = 6
 """How often it is asked at first contact which process it is: a load balancer may choose at random."""
 ATTACH_WAIT_SECONDS = 30.0
@@ -387,11 +389,10 @@ class Server(Watched):
         self._outlast_strangers(process)
         self._degradations.end(*before)
         self.services.served[self.upstream.target] = process
-        # Each try would leave another file in llama-server's directory.
-        is_elsewhere = obstacle is not None and obstacle.kind is DegradationKind.OTHER_DIRECTORY
+        is_final = obstacle is not None and obstacle.kind in _FINAL
         self._n_tries = self._n_tries + 1 if last else 0
         seconds = RETRY_SECONDS * 2 ** min(self._n_tries, _MOST_DOUBLED)
-        self._retry_at = inf if is_elsewhere else time.monotonic() + seconds
+        self._retry_at = inf if is_final else time.monotonic() + seconds
         self.process = process
         self.enter(Phase.ATTACHED)
         process.queue.on_idle = self.on_idle

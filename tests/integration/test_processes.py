@@ -1,6 +1,7 @@
 """llama-server starts, dies, is replaced or wants a key: requests go on, and the reason is told."""
 
 import asyncio
+import os
 import shutil
 import time
 from collections import Counter
@@ -498,6 +499,27 @@ async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
         n_tries = len(rig.server.seen_at(place))
         await until(lambda: len(rig.server.seen_at(place)) > n_tries + 2)
         monkeypatch.setattr(lifecycle, "RETRY_SECONDS", HANG_SECONDS)
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_directory_that_is_of_no_use_costs_slots_nothing(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in a read-only directory is seen before a restart."""
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.02)
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("b")
+        await rig.settled()
+        await rig.stop_proxy()
+        rig.server.faults.props = {"model_path": "/nowhere/another.gguf"}
+        rig.server.faults.meta = {"n_params": 2}
+        rig.server.replace_process()
+        monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+        await rig.start_proxy()
+        assert "nothing can be read or saved" in await rig.reasons()
+        await rig.chat("a")
+        n_looks = len(rig.server.seen_at("props"))
+        await until(lambda: len(rig.server.seen_at("props")) > n_looks + 3)
         assert (await rig.chat("a")).n_reused == 308
 
 
