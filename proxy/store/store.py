@@ -165,17 +165,13 @@ class CheckpointStore(Catalogue):
 
     def verify_soon(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
         """Begin to verify a checkpoint that will likely be restored, unless it is verified already."""
-
-        def end(verifying: "asyncio.Future[None]") -> None:
-            del self._verifying[checkpoint.id]
-            if not verifying.cancelled():
-                verifying.exception()  # retrieved, because no caller may have waited
-
-        if checkpoint.id not in self._verifying:
+        if (verifying := self._verifying.get(checkpoint.id)) is None:
             verifying = asyncio.ensure_future(self._verify_new(checkpoint))
             self._verifying[checkpoint.id] = verifying
-            verifying.add_done_callback(end)
-        return self._verifying[checkpoint.id]
+            verifying.add_done_callback(lambda _: self._verifying.pop(checkpoint.id))
+            # If nobody waits any more, nobody else asks for its error.
+            verifying.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return verifying
 
     async def _verify_new(self, checkpoint: Checkpoint) -> None:
         if not await self._verification.is_done(checkpoint):
