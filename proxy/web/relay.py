@@ -35,7 +35,7 @@ class Exchange:
     """
 
     _answer: Reply | aiohttp.ClientResponse
-    _is_stream: bool  # whether that is a stream of events
+    _is_stream = False  # whether that is a stream of events
     _heard: Heard
     _reader: AnswerReader
 
@@ -105,9 +105,7 @@ class Exchange:
         if response is None:
             return error_response(self.path, error, for_any_page(self.incoming))
         with suppress(ConnectionResetError):
-            if not self._has_begun:
-                await response.write_eof(error_event(self.path, error))
-            elif not self.is_answered:
+            if not self.is_answered:
                 await self._end_in(error)
             await self.writer.delivered()
         return response
@@ -262,9 +260,9 @@ class Exchange:
             self.writer.keep()
 
     async def _end_in(self, error: ProxyError) -> None:
-        """End a stream of events that has begun in an error; cut any other answer."""
-        if self._is_stream:
-            self.writer.write(b"\n\n" + error_event(self.path, error))
+        """End a stream of events, or of comments, in an error; cut any other answer."""
+        if self._is_stream or not self._has_begun:
+            self.writer.write(b"\n\n" * self._is_in_event + error_event(self.path, error))
             await self.writer.end()
         elif self.incoming.transport is not None:
             self.incoming.transport.close()
