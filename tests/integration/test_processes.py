@@ -530,9 +530,8 @@ async def test_attachment_that_goes_on_failing_is_tried_ever_less_often(
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.02)
     async with start_rig(faults=Faults(n_bytes_lost=1), n_slots=1) as rig:
         await rig.chat("a")
-        server, n_saves = rig.running.pool.servers[0], len(rig.server.seen_at("save"))
+        (server,) = rig.running.pool.servers
         await until(lambda: server._retry_at - time.monotonic() > 10 * lifecycle.RETRY_SECONDS)
-        assert len(rig.server.seen_at("save")) > n_saves + 2
 
 
 async def test_slot_that_a_failed_attachment_has_emptied_counts_as_empty(
