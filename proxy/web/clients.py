@@ -59,7 +59,11 @@ class Front:
         model, path = self.pool.split_path(incoming.path, named)
         exchange = Exchange(incoming, path, self.unread, self.shared.report)
         try:
-            _check(incoming)
+            # What follows does not hold for a request that llama-server may read otherwise.
+            if requests.may_be_read_as_another(incoming.raw_path, incoming.path):
+                raise ProxyError("the request target must be a path without %u, # and ..", 400)
+            if not HttpVersion10 <= incoming.version <= HttpVersion11:
+                raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
             if incoming.headers.get(SENT_BY) == OWN_ID:
                 return await exchange.refuse(ProxyError("`upstream` leads back to this proxy", 508))
             if exchange.route is None:
@@ -172,11 +176,3 @@ class Front:
         if self.aliases or self.pool.has_models:
             return requests.with_alias(bytes(body), self.aliases)
         return bytes(body)
-
-
-def _check(incoming: web.Request) -> None:
-    """Raise ProxyError for a request that llama-server may read otherwise than the proxy does."""
-    if requests.may_be_read_as_another(incoming.raw_path, incoming.path):
-        raise ProxyError("the request target must be a path without %u, # and ..", 400)
-    if not HttpVersion10 <= incoming.version <= HttpVersion11:
-        raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
