@@ -29,14 +29,15 @@ class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `incoming` is the client's HTTP request, `path` its path as a llama-server would see it, and `request`
-    the generation that is served. `_answer` is the answer that is relayed now, `_reader` reads it. Once
-    `_has_begun`, the client may have some of it, and half an event if `_is_in_event`. `is_answered` says
-    that llama-server's answer, or its error, has come to its end.
+    the generation that is served. `_answer` is the answer that is relayed now, from `_target`; `_reader`
+    reads it. Once `_has_begun`, the client may have some of it, and half an event if `_is_in_event`.
+    `is_answered` says that llama-server's answer, or its error, has come to its end.
     """
 
     _answer: Reply | aiohttp.ClientResponse
     _is_stream = False  # whether that is a stream of events
     _heard: Heard
+    _target: Target
     _reader: AnswerReader
 
     def __init__(self, incoming: web.Request, path: str, unread: Unread, report: Report) -> None:
@@ -88,8 +89,8 @@ class Exchange:
                     if upstream.target.may_be_lost(answer.status, answer.headers):
                         raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
-                    self._answer, self._heard = answer, heard
-                    return await self._relay(upstream.target)
+                    self._answer, self._heard, self._target = answer, heard, upstream.target
+                    return await self._relay()
         except OutOfCells:
             await self._keep_waiting()
             raise
@@ -110,8 +111,8 @@ class Exchange:
             await self.writer.delivered()
         return response
 
-    async def _relay(self, target: Target) -> Answer:
-        answer = self._answer
+    async def _relay(self) -> Answer:
+        answer, target = self._answer, self._target
         request, route = (self.request, self.route) if answer.status == 200 else (None, None)
         self.writer.stop_keeping()
         is_begun = self.writer.response is not None  # by comments: only events may follow
@@ -136,11 +137,9 @@ class Exchange:
         # Tool calls are read because clients do not send them back unchanged.
         content_type = answer.headers.get("Content-Type", "")
         self._reader = AnswerReader(content_type, route, request.n_completions if request else 1)
-        return await self._pass_on(target, stream_edit, body, edited)
+        return await self._pass_on(stream_edit, body, edited)
 
-    async def _pass_on(
-        self, target: Target, edit: StreamEdit | None, body: bytes, edited: bytes | None
-    ) -> Answer:
+    async def _pass_on(self, edit: StreamEdit | None, body: bytes, edited: bytes | None) -> Answer:
         """Write the answer to the client, and read facts from it."""
         answer, reader = self._answer, self._reader
         try:
@@ -149,11 +148,11 @@ class Exchange:
                 self._pass_on_now(body if self.route else b"", b"" if has_it else edited)
             else:
                 self._pass_on_now(body, body)
-                await self._pass_on_as_it_comes(target, edit)
+                await self._pass_on_as_it_comes(edit)
                 # llama-server ends a stream like that if a client has stopped it (DELETE /v1/stream), and
                 # llama-swap if it broke off.
                 may_be_stopped = "X-Conversation-Id" in self.incoming.headers
-                is_stopped = may_be_stopped and target.host != "llama-swap"
+                is_stopped = may_be_stopped and self._target.host != "llama-swap"
                 is_whole = self.route is None or not self._is_stream or reader.is_complete
                 if not (is_whole or is_stopped):
                     raise aiohttp.ClientPayloadError("its stream ended before its last event")
@@ -172,14 +171,14 @@ class Exchange:
         self.is_answered = True
         return reader.answer(answer.status, self._first_token_at)
 
-    async def _pass_on_as_it_comes(self, target: Target, edit: StreamEdit | None) -> None:
+    async def _pass_on_as_it_comes(self, edit: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
 
         The connection's own callback passes data on: waking a task for each event would take longer than
         all else. While there is no room for more, data stays unread.
         """
         answer, content, writer = self._answer, self._answer.content, self.writer
-        is_of_host = target.host is not None
+        target, is_of_host = self._target, self._target.host is not None
         passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def advance() -> None:
