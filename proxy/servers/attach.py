@@ -156,9 +156,8 @@ async def _identify(process: Process, props: Props, launch: Launch) -> None:
     process.adapters = await process.upstream.lora_adapters()
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
-        meta = (
-            await process.upstream.model_meta()
-        )  # if that is refused, no slot was emptied for nothing
+        # Before a slot is emptied: if this is refused, no more can be learned.
+        meta = await process.upstream.model_meta()
         slot_id = await _empty_slot(process, adopted)
         try:
             await _examine(process, slot_id, props, meta, launch)
