@@ -178,10 +178,6 @@ class Process(ServerServices):
         """Return the value remembered under RULE, SIZES or RATES."""
         return self.store.index.value(self.name_here(name), value_type)
 
-    async def remember(self, name: str, value: object) -> None:
-        """Remember a value under RULE; None forgets it. Raises StoreFault."""
-        await self.store.put_value(self.name_here(name), value)
-
     def name_here(self, name: str) -> str:
         """Return the name under which the index has RULE, SIZES or RATES of this model."""
         points = "with" if self.saves_context_checkpoints else "without"
@@ -243,7 +239,7 @@ class Process(ServerServices):
         self._note(DegradationKind.RULE_IS_NOTHING, is_wrong=not rule.can_restore)
         learned = rule if rule.can_restore else None
         if self.remembered(RULE, Rule) != learned:
-            await self.remember(RULE, learned)
+            await self.store.put_value(self.name_here(RULE), learned)
 
     def learn_evaluation(self, timings: Timings) -> None:
         """Note how long an evaluation took, as llama-server says."""

@@ -143,7 +143,7 @@ async def test_rule_that_restores_contradict_is_measured(start_rig: StartRig) ->
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
         process = process_of(rig)
-        await process.remember(RULE, wrong)
+        await process.store.put_value(process.name_here(RULE), wrong)
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()
