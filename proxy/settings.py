@@ -421,7 +421,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise SettingsError(f"{file}: expected `name: value` lines")
-    names = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    node = yaml.compose(text, yaml.SafeLoader)
+    names = [key.value for key, _ in node.value] if node else []
     if twice := sorted({name for name in names if names.count(name) > 1}):  # the last would win
         raise SettingsError(f"{file}: it sets more than once: {', '.join(twice)}")
     return content

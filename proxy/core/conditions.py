@@ -165,7 +165,7 @@ class DegradationKind(StrEnum):
     EVERY_SLOT_BUSY = "every slot is busy"
     """Every slot was busy at first contact, so the model could not be identified.
 
-    None needed: the proxy tries again, after 15 seconds at first.
+    None needed: the proxy tries again every 15 seconds.
     """
     ONLY_EMBEDDINGS = "only embeddings", State.CACHING
     """llama-server was started with --embeddings, for a model without pooling: it makes embeddings, and

@@ -389,10 +389,12 @@ class Server(Watched):
         self._outlast_strangers(process)
         self._degradations.end(*before)
         self.services.served[self.upstream.target] = process
-        is_final = obstacle is not None and obstacle.kind in _FINAL
-        self._n_tries = self._n_tries + 1 if last else 0
+        kind = obstacle.kind if obstacle else None
+        self._n_tries = (
+            self._n_tries + 1 if last and kind is not DegradationKind.EVERY_SLOT_BUSY else 0
+        )
         seconds = RETRY_SECONDS * 2 ** min(self._n_tries, _MOST_DOUBLED)
-        self._retry_at = inf if is_final else time.monotonic() + seconds
+        self._retry_at = inf if kind in _FINAL else time.monotonic() + seconds
         self.process = process
         self.enter(Phase.ATTACHED)
         process.queue.on_idle = self.on_idle
