@@ -17,7 +17,12 @@ def kinds_of_error(kind: type[ProxyError]) -> list[type[ProxyError]]:
 
 
 KINDS = kinds_of_error(ProxyError)
-OPENAI_TYPES = {500: "server_error", 502: "unavailable_error", 503: "unavailable_error"}
+OPENAI_TYPES = {
+    404: "not_found_error",
+    500: "server_error",
+    502: "unavailable_error",
+    503: "unavailable_error",
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
