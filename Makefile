@@ -136,11 +136,11 @@ demo: $(SETUP) llama-server models
 endif
 
 test: $(TESTED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 6 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
 test-long: $(TESTED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
+	$(BIN)/python -m pytest -n 6 --dist worksteal --hypothesis-profile=long -m ""
 
 # Hosts that share a bucket, on more engines (Ceph with three OSDs on files, moto) and under every fault.
 test-shared: $(SETUP) llama-server models nginx haproxy $(CEPH)
@@ -161,7 +161,7 @@ $(CLIENTS): tests/clients/package.json
 	@touch $@
 
 live: $(TESTED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
+	$(BIN)/python -m pytest -n 6 --dist worksteal tests/live
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
