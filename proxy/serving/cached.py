@@ -22,7 +22,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_cut_at_risk
-from proxy.core.slots import TAINTED, Content, Empty, Unknown, must_be_erased, shared_tokens
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, must_be_erased, shared_tokens
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Account, Judgement
 from proxy.explain.report import Inquiry
@@ -81,7 +81,7 @@ class CachedRequest:
         process, request = self._process, self._request
         joined_at = request.queued_at or time.monotonic()
         if not self._extended:
-            self._note_asked()
+            planning.note_asked(self._process, self._prompt)
             if process.queue.n_waiting:
                 self._keep_most_useful(planning.look_up(process, self._prompt)[0])
         lease = process.queue.lease(self._choose, since=request.arrived_at, may_be_overtaken=True)
@@ -138,12 +138,6 @@ class CachedRequest:
             self._settle(answer)
 
     # The plan.
-
-    def _note_asked(self) -> None:
-        """Tell the store which prompt was asked for."""
-        with self._process.faults.suppressed("lookup", errors.StoreFault):
-            if (store := self._process.opened_store) is not None:
-                store.note_asked(self._prompt.namespace, self._prompt.tokens)
 
     def _choose(self) -> Choice | None:
         """Plan the request over the present slots and checkpoints; None means that it goes on waiting.
@@ -322,14 +316,14 @@ class CachedRequest:
             await self._read()
 
     def _abandon(self, *, is_emptied: bool) -> None:
-        """Leave the slot to what may still run in it; a save will tell how far that came.
+        """Leave the slot to what may still run in it, until it is known how far that came.
 
         For want of cells llama-server empties all slots that run (*is_emptied*; server-context.cpp).
         """
         process, prompt = self._process, self._prompt
         for slot_id in self._lease.held:
             slot = process.slots[slot_id]
-            content, is_running = slot.content, slot.is_running
+            content, is_running, answered = slot.content, slot.is_running, self._answered()
             if is_emptied:
                 process.slots.set_content(slot_id, Empty())
                 continue
@@ -338,8 +332,16 @@ class CachedRequest:
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
             process.slots.set_content(slot_id, self._request.as_left(content))
-            winding_up = wind_up(process, slot_id, self._request, is_running=is_running)
+            winding_up = wind_up(process, slot_id, self._request, answered, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
+
+    def _answered(self) -> Known | None:
+        """Return what the slot holds besides tokens of the answer, once these have begun to come."""
+        prompt = self._request.prompt if self._extended else self._prompt_as_planned
+        has_begun = self._request.answering.is_set() and self._is_placed and not self._must_erase()
+        if not has_begun or not prompt or prompt is self._prompt or prompt.is_before_media:
+            return None
+        return planning.after_prompt(self._process, self._plan.slot_id, prompt)
 
     # The reply is compared with the plan.
 
@@ -373,7 +375,7 @@ class CachedRequest:
     def _take_prompt(self, prompt: Prompt) -> None:
         """Go on with the prompt that was read meanwhile."""
         self._prompt, self._extended = prompt, None
-        self._note_asked()
+        planning.note_asked(self._process, self._prompt)
         process, slot = self._process, self._process.slots[self._plan.slot_id]
         self._inquiry = Inquiry(process, prompt, self._request.chat or self._body)
         self._account.plan = plan_extension(prompt, process.rule, slot, process.rates)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from proxy.core.cuts import UBATCH_TOKENS
@@ -11,7 +12,7 @@ from proxy.core.messages import BYTES_PER_TOKEN
 from proxy.core.model import Prompt, SlotId
 from proxy.core.plan import Plan
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import TAINTED, Empty, SlotTable
+from proxy.core.slots import TAINTED, Empty, Known, SlotTable
 from proxy.errors import UpstreamFault, replaced
 from proxy.llama.answers import Answer
 from proxy.llama.client import SlotStatus
@@ -271,16 +272,34 @@ async def outlast_parsing(process: Process, request: Request, begun: "asyncio.Ta
     await asyncio.wait({begun}, timeout=_may_begin_until(process, request) - time.monotonic())
 
 
-async def wind_up(process: Process, slot_id: SlotId, request: Request, *, is_running: bool) -> None:
-    """Wait until llama-server has let go of a slot, then save the slot to learn its content.
+async def wind_up(
+    process: Process, slot_id: SlotId, request: Request, answered: Known | None, *, is_running: bool
+) -> None:
+    """Wait until llama-server has let go of a slot, then learn what the slot holds.
 
-    A client that gave up waiting often sends the same prompt again: the tokens evaluated so far must not be
-    lost.
+    *answered* is that without the tokens of an answer that has begun: `/slots` tells how many these are.
+    Else only a save tells how far the evaluation came. A client that gave up waiting often sends the same
+    prompt again, and must not begin from nothing.
     """
     await outlast(process, lambda: [slot_id], request, is_running=is_running)
-    # During a placement another request may be running there already.
-    if not process.queue.is_placing:
+    if process.queue.is_placing:
+        return  # another request may be running there already
+    left = process.slots[slot_id].content
+    n_held = await _n_held(process, slot_id)
+    # Under *end only* nothing behind the last cut could be saved later.
+    if answered and not process.rule.is_end_only and answered.n_tokens <= n_held < process.n_ctx:
+        answered = replace(answered, n_tail=n_held - answered.n_tokens)
+        process.slots.refine(slot_id, left, request.as_left(answered))
+    else:
         await process.saves.begin(slot_id)
+
+
+async def _n_held(process: Process, slot_id: SlotId) -> int:
+    """Return how many tokens a slot holds; 0 if llama-server does not tell."""
+    with suppress(UpstreamFault):
+        states = await process.slot_states()
+        return sum(state.n_held or 0 for state in states if state.id == slot_id)
+    return 0
 
 
 SlotIds = Callable[[], Collection[SlotId]]

@@ -11,7 +11,9 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedStat
 from proxy.core.plan import Plan, Situation, Start, Why, as_loaded, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.core.saving import at_savable_point, expected_bytes, state_bytes
-from proxy.core.slots import Known, SlotPhase, Unknown
+from proxy.core.slots import Known, SlotPhase, Unknown, live_reuse, shared_tokens
+from proxy.errors import StoreFault
+from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.process import Process
 from proxy.serving.request import NO_READ, NO_STORE, Request
@@ -93,6 +95,21 @@ def plan_in(process: Process, prompt: Prompt, slot_id: SlotId) -> Plan:
     plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
     assert plan is not None  # its slot counts as free, and no state is expected
     return plan
+
+
+def note_asked(process: Process, prompt: Prompt) -> None:
+    """Tell the store which prompt was asked for."""
+    with process.faults.suppressed("lookup", StoreFault):
+        if (store := process.opened_store) is not None:
+            store.note_asked(prompt.namespace, prompt.tokens)
+
+
+def after_prompt(process: Process, slot_id: SlotId, prompt: Prompt) -> Known:
+    """Return what a slot holds once a prompt was evaluated in it, if no less than planned was reused."""
+    before = process.slots[slot_id].content
+    n_common = shared_tokens(before, prompt.tokens, prompt.namespace)
+    n_reused, _ = live_reuse(process.rule, before, n_common, prompt.n_tokens)
+    return process.content_after(before, prompt, Timings(n_reused, prompt.n_tokens - n_reused))
 
 
 async def verify(process: Process, checkpoint: Checkpoint, n_tokens: int) -> None:

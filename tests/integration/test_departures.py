@@ -72,6 +72,21 @@ async def test_leaving_during_the_save_of_displaced_work_does_not_cut_it_short(
         assert (await rig.chat("a")).n_reused == 308
 
 
+async def test_leaving_in_the_middle_of_an_answer_keeps_the_next_turn_from_no_save(
+    start_rig: StartRig,
+) -> None:
+    """The prompt was evaluated, and llama-server tells how many tokens of the answer the slot has."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        gate, process = rig.server.hold("save"), await rig.attached()
+        await leave_stream(rig)
+        await until(process.slots.free)
+        (slot,) = process.slots
+        assert isinstance(slot.content, Known)
+        assert slot.content.n_tokens == len(rig.server.slots[0].tokens)
+        assert (await rig.chat("a")).n_reused == 308
+        gate.open()
+
+
 async def test_prompt_whose_client_left_before_it_was_sent_is_not_waited_for_in_its_slot(
     start_rig: StartRig,
 ) -> None:
