@@ -323,22 +323,27 @@ class Verification:
     def __init__(self, files: StateFiles) -> None:
         self._files = files
         self._threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verification")
+        # What is verified already does not wait for another file's content.
+        self._stamps = ThreadPoolExecutor(1, thread_name_prefix="stamps")
         self.verified: dict[CheckpointId, FileStamp] = {}
         """The stamps of the files that are as llama-server wrote them."""
 
     def close(self) -> None:
         """Stop reading."""
         self._files.is_closed = True
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._threads, self._stamps):
+            threads.shutdown(wait=True, cancel_futures=True)
 
     async def is_done(self, checkpoint: Checkpoint) -> bool:
         """Return whether a file was verified and has not changed since."""
-        if (verified := self.verified.get(checkpoint.id)) is None:
-            return False
+        verified = self.verified.get(checkpoint.id)
         with suppress(OSError, StateDamaged):
-            # Not on `_threads`: it does not wait for another file's content.
-            return verified == await asyncio.to_thread(self._files.stamp, checkpoint.file_name)
+            return verified is not None and verified == await self._stamp(checkpoint)
         return False
+
+    def _stamp(self, checkpoint: Checkpoint) -> "asyncio.Future[FileStamp]":
+        work = partial(self._files.stamp, checkpoint.file_name)
+        return asyncio.get_running_loop().run_in_executor(self._stamps, work)
 
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
         """Read a file; raises StateDamaged if it is not what was saved, OSError if it cannot be read.
@@ -347,7 +352,7 @@ class Verification:
         cache drops them.
         """
         name, parts = checkpoint.file_name, checkpoint.content
-        stamp = await asyncio.to_thread(self._files.stamp, name)
+        stamp = await self._stamp(checkpoint)
         *offsets, n_bytes = accumulate((part.n_bytes for part in parts), initial=0)
         if stamp[1] != n_bytes:
             raise StateDamaged(f"{name} has {stamp[1]:,} bytes instead of {n_bytes:,}")
