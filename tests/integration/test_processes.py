@@ -16,6 +16,7 @@ from proxy.core.slots import TAINTED
 from proxy.errors import UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, LlamaServer, Props
 from proxy.servers import server as lifecycle
+from proxy.servers.background import is_due
 from proxy.settings import Settings
 from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
@@ -424,6 +425,22 @@ async def test_attachment_that_failed_is_tried_again(
         rig.server.faults.refuse.clear()
         await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.health())["state"] == "caching"
+
+
+async def test_nothing_is_saved_or_restored_where_first_contact_fails_in_its_last_call(
+    start_rig: StartRig,
+) -> None:
+    """Without the namespace of its model, a state would be found by any other model."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.stop_proxy()
+        rig.server.faults.refuse["erase"] = 500  # the rule is known: only the last call erases
+        await rig.start_proxy()
+        assert (await rig.health())["state"] == "forwarding"
+        await rig.chat("a")
+        assert (process := rig.process) is not None
+        (slot,) = process.slots
+        await until(lambda: not slot.is_leased)
+        assert (slot.content.can_be_adopted, is_due(process, slot, 0.0)) == (True, False)
 
 
 async def test_slots_are_adopted_once_a_process_can_cache_but_for_what_must_not_be_stored(
