@@ -68,7 +68,7 @@ async def remember(shared: Services, processes: Callable[[], list[Process]]) -> 
 def _learned(shared: Services, processes: Iterable[Process]) -> dict[str, object]:
     learned: dict[str, object] = {HISTORY: shared.journal.past}
     for process in processes:
-        if process.can_cache:
+        if process.can_cache and process.rates.is_measured:  # defaults replace nothing
             learned[process.name_here(RATES)] = process.rates
             learned[process.name_here(SIZES)] = list(process.sizes)
     return learned

@@ -74,6 +74,18 @@ async def keep_busy(rig: Rig, second: FakeLlamaServer) -> tuple[Any, Any, list[A
     return here, there, running
 
 
+async def test_a_server_that_nobody_used_takes_no_part_in_what_is_remembered(
+    start_rig: StartRig,
+) -> None:
+    """Both have the same model: its rates and sizes have one name."""
+    async with start_rig(n_slots=1) as rig:
+        async with two_servers(rig) as second:
+            await rig.chat("a")
+            assert served_by(second) == 0
+        await until(lambda: rig.process)
+        assert rig.process and rig.process.rates.is_measured
+
+
 async def test_request_that_waits_takes_the_slot_that_comes_free_elsewhere(
     start_rig: StartRig,
 ) -> None:
