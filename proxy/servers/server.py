@@ -410,7 +410,7 @@ class Server(Watched):
                 slots=n_slots,
                 caches=process.can_cache,
                 rule=process.rule.kind.value,
-                says=f"caching {self.upstream.target.model or name}: {slots}" * process.can_cache,
+                says=f"caching {self.upstream.target.model or name}: {slots}" * process.is_caching,
             )
             if process.n_ctx + 256 < self._launch.n_ctx:  # llama-server rounds
                 given = f"{process.n_ctx:,} tokens a slot, not {self._launch.n_ctx:,}"

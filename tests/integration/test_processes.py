@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.app import run_proxy
 from proxy.core.slots import TAINTED
@@ -404,13 +405,19 @@ async def test_server_that_cannot_be_cached_is_forwarded_to_and_says_why(
     spoil, reason = REFUSED_ATTACHMENTS[fault]
     faults = Faults()
     spoil(faults)
-    async with start_rig(faults=faults) as rig:
-        assert (await rig.chat("a")).status == 200
-        assert (await rig.chat("a")).status == 200
-        health = await rig.health()
-        assert (health["state"], rig.checkpoints) == ("forwarding", [])
-        assert reason in await rig.reasons()
-        assert rig.sample("state", state="forwarding") == 1
+    with capture_logs() as logs:
+        async with start_rig(faults=faults) as rig:
+            await _is_forwarded_to(rig, reason)
+    assert not [log for log in logs if str(log.get("says")).startswith("caching ")]
+
+
+async def _is_forwarded_to(rig: Rig, reason: str) -> None:
+    assert (await rig.chat("a")).status == 200
+    assert (await rig.chat("a")).status == 200
+    health = await rig.health()
+    assert (health["state"], rig.checkpoints) == ("forwarding", [])
+    assert reason in await rig.reasons()
+    assert rig.sample("state", state="forwarding") == 1
 
 
 @pytest.mark.parametrize("call", ["save", "restore"])
