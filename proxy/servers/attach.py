@@ -115,9 +115,7 @@ async def attach(
     except CacheFault as fault:
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
-        # Both may be known already. With a namespace, nothing would be tried again; with a rule alone,
-        # states would be saved in a namespace that all models share, and restored from it.
-        process.model_namespace, process.rule = None, NO_RULE
+        process.model_namespace, process.rule = None, NO_RULE  # states of no model are not saved
         process.faults.count("attach")
         # If no save has shown whether idle slots are cleared, a trial does, once per process.
         if process.clears_idle_slots is None:

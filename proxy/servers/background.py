@@ -322,7 +322,8 @@ class Ahead:
                 return
             start = plan_in(process, next_prompt, slot.id).start
             seconds = process.rates.evaluation_seconds(start.n_reused, len(tokens))
-            if start.erases or not _WORTH_SECONDS <= seconds <= self._max_seconds:
+            is_stuck = process.saves.uncommitted[slot.id].locked()  # it would not be saved
+            if is_stuck or start.erases or not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
             if process.is_short_of_cells(len(tokens), (s for s in process.slots if s is not slot)):
                 return  # llama-server would empty other slots for it

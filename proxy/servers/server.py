@@ -390,9 +390,8 @@ class Server(Watched):
         self._degradations.end(*before)
         self.services.served[self.upstream.target] = process
         kind = obstacle.kind if obstacle else None
-        self._n_tries = (
-            self._n_tries + 1 if last and kind is not DegradationKind.EVERY_SLOT_BUSY else 0
-        )
+        is_again = last and kind is not DegradationKind.EVERY_SLOT_BUSY
+        self._n_tries = self._n_tries + 1 if is_again else 0
         seconds = RETRY_SECONDS * 2 ** min(self._n_tries, _MOST_DOUBLED)
         self._retry_at = inf if kind in _FINAL else time.monotonic() + seconds
         self.process = process

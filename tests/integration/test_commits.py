@@ -16,6 +16,7 @@ from proxy.core.saving import StateSize, is_write_back_due
 from proxy.core.slots import TAINTED, Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
+from proxy.servers import background
 from proxy.servers.background import is_due
 from proxy.serving import planning, saver
 from proxy.serving.process import Process
@@ -149,6 +150,24 @@ async def test_idle_slot_is_not_saved_while_two_of_its_files_wait_for_the_disk(
         commits.open()
         await rig.settled()
         assert len(rig.checkpoints) == 1
+
+
+async def test_nothing_is_evaluated_ahead_over_what_the_disk_cannot_take_yet(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    async with start_rig(n_slots=1, **how) as rig:
+        process = await rig.attached()
+        for _ in range(2):
+            await process.saves.uncommitted[FIRST].acquire()
+        await rig.chat("a", max_tokens=40)
+        await rig.running.pool.accounted()
+        await until(lambda: process.slots.free() and not process.tasks)
+        assert is_write_back_due(process.rule, process.slots[FIRST].content)
+        for _ in range(2):
+            process.saves.uncommitted[FIRST].release()
 
 
 async def test_state_that_the_disk_does_not_take_in_time_is_evaluated_again(
