@@ -181,14 +181,14 @@ def own_request(
     path: str, route: Route, keys: Mapping[str, str], tenant: bytes, model: str = ""
 ) -> Request:
     """Return a request that no client has made; it is for the *tenant* with these *keys*."""
-    relay = partial(_send_for_nobody, path, keys)
+    relay = partial(_send_for_nobody, path, route, keys)
     own = Request(path=path, route=route, keys=keys, relay=relay, tenant=tenant, model=model)
     own.client = OWN_CLIENT
     return own
 
 
 async def _send_for_nobody(
-    path: str, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
+    path: str, route: Route, keys: Mapping[str, str], upstream: LlamaServer, raw: bytes, _: OnStart
 ) -> Answer:
     """Send a request that no client has made: a Relay that has nobody to tell when llama-server starts."""
     headers = end_to_end({"Content-Type": "application/json", **keys})
@@ -197,7 +197,7 @@ async def _send_for_nobody(
             body = await read_most(reply.content)
     except (aiohttp.ClientError, OSError) as error:
         raise away(error, upstream.target.base_url) from error
-    reader = AnswerReader(reply.headers.get("Content-Type", ""))
+    reader = AnswerReader(reply.headers.get("Content-Type", ""), route)
     reader.feed(body)
     return reader.answer(reply.status)
 

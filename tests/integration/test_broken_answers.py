@@ -5,6 +5,7 @@ A relay before a scripted socket; llama-server answers so only when it dies, oth
 
 import asyncio
 import io
+import json
 import os
 import random
 import socket
@@ -345,6 +346,19 @@ async def test_own_request_follows_no_redirect(upstream: Upstream) -> None:
         request = own_request("/completion", Route.COMPLETION, {"X-Api-Key": "secret"}, b"")
         assert (await request.relay(to, BODY, do_nothing)).status == 307
     assert elsewhere.n_asked == 0
+
+
+async def test_counts_are_read_from_an_own_answer_that_quotes_a_long_prompt(
+    upstream: Upstream,
+) -> None:
+    """As /completion does: else a long prompt that was warmed would not be saved."""
+    async with upstream.listening() as port, new_session() as own:
+        to = LlamaServer(own, Target(f"http://127.0.0.1:{port}"), None)
+        told = json.dumps({"timings": {"cache_n": 1, "prompt_n": 2}, "prompt": "a" * (1 << 20)})
+        upstream.parts = [JSON + b"Content-Length: %d\r\n\r\n" % len(told) + told.encode()]
+        request = own_request("/completion", Route.COMPLETION, {}, b"")
+        assert (timings := (await request.relay(to, BODY, do_nothing)).timings)
+        assert (timings.cache_n, timings.prompt_n) == (1, 2)
 
 
 async def test_nothing_was_sent_on_a_connection_reset_before(
