@@ -219,8 +219,9 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     # goose asks for a title before anything else: nothing tells that such a request is a side call.
     if any(_is_aside(new, old) for old in session) or (alike and alike.kind is Kind.SIDE):
         return Kind.SIDE
-    is_shorter = alike is not None and len(alike.roles) >= max(3, 2 * len(new.roles))
-    return Kind.COMPACTION if is_shorter else Kind.FIRST
+    # Whoever has another session has begun another conversation, with these words by chance.
+    n_before = len(alike.roles) if alike and alike.asker == new.asker else 0
+    return Kind.COMPACTION if n_before >= max(3, 2 * len(new.roles)) else Kind.FIRST
 
 
 def _is_aside(new: Chat, old: Chat) -> bool:

@@ -99,6 +99,13 @@ def test_title_is_told_by_the_words_that_it_quotes_where_it_does_not_name_the_se
     assert kind_of(with_tools, [main]) is Kind.FIRST
 
 
+def test_words_of_another_session_tell_of_no_compaction() -> None:
+    """As in a chat without tools, where a user asks again in other words."""
+    before = turn(MAIN, tools="")._replace(words="Mend the parser")
+    new = turn("S u9", (b"key", "other"), tools="")
+    assert kind_of(new, [before], lambda: "Mend the parser of dates") is Kind.FIRST
+
+
 def test_another_side_call_of_a_session_is_one_too() -> None:
     earlier = [turn("s2 u8", tools="")._replace(kind=Kind.SIDE), turn(MAIN)]
     assert kind_of(turn("s2 u9", tools=""), earlier) is Kind.SIDE
