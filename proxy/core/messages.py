@@ -192,8 +192,9 @@ def kind_of(new: Chat, earlier: Iterable[Chat], text: Callable[[], str] = str) -
     1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
     2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
        the conversation under another header.
-    3. It has later messages of an earlier request, nearer to the front if the conversation was compacted;
-       or it shares the session, or quotes the first words: it was compacted, or the request is a side call.
+    3. It has later messages of an earlier request: the conversation was compacted if they stand nearer to
+       the front, else the history was rewritten. Or it has the session of an earlier request, or quotes its
+       first words: it is a side call, or, much shorter in the same session, a compaction.
     """
     others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
     n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]

@@ -28,8 +28,8 @@ class Account:
 
     Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
     `failure` says what failed, if the request reused less because of it. `saved_seconds` is how long
-    evaluating the reused tokens would have taken at the measured speeds, less the restore; None if no speed
-    was measured.
+    evaluating the reused tokens would have taken at the measured speeds, or at the request's own if that is
+    higher, less the restore; None if no speed was measured.
     """
 
     plan: Plan
