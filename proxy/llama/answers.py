@@ -101,7 +101,7 @@ class AnswerReader:
     """
 
     def __init__(self, content_type: str, route: Route | None = None, n_ends: int = 1) -> None:
-        """*route* tells where an answer has its calls; of conversations the text is kept, too.
+        """*route* tells whether an answer has counts, and where its calls; conversations keep their text.
 
         *n_ends* is how many completions the answer has: a native stream tells the end of each.
         """
