@@ -320,19 +320,18 @@ class CachedRequest:
 
         For want of cells llama-server empties all slots that run (*is_emptied*; server-context.cpp).
         """
-        process, prompt = self._process, self._prompt
-        for slot_id in self._lease.held:
-            slot = process.slots[slot_id]
-            content, is_running, answered = slot.content, slot.is_running, self._answered()
+        process, answered = self._process, self._answered()
+        for slot in [process.slots[slot_id] for slot_id in self._lease.held]:
+            content, is_running = slot.content, slot.is_running
             if is_emptied:
-                process.slots.set_content(slot_id, Empty())
+                process.slots.set_content(slot.id, Empty())
                 continue
             if self._request.is_sent:
-                content = TAINTED if self._must_erase() else slots.left_by(prompt, content)
+                content = TAINTED if self._must_erase() else slots.left_by(self._prompt, content)
             elif not isinstance(content, Unknown):
                 continue  # nothing was begun there: it may hold another tenant's tokens
-            process.slots.set_content(slot_id, self._request.as_left(content))
-            winding_up = wind_up(process, slot_id, self._request, answered, is_running=is_running)
+            process.slots.set_content(slot.id, self._request.as_left(content))
+            winding_up = wind_up(process, slot.id, self._request, answered, is_running=is_running)
             self._lease.hand_over(process.tasks.start(winding_up))
 
     def _answered(self) -> Known | None:
