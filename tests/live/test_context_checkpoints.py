@@ -1,5 +1,6 @@
 """Thinning and grafting on a real llama-server: what is kept is used, and answers like a cold run."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from proxy.core.slots import Content, Empty, after_evaluation, as_saved
 from proxy.core.tokens import token_ids
 from proxy.llama.files import read_state_file
 from tests.lab.models import least_model
+from tests.lab.rig import Rig
 from tests.lab.server import LlamaServer
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig, in_long
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
 from tests.unit.builders import NAMESPACE
@@ -249,6 +252,11 @@ async def test_no_answer_is_made_from_a_context_checkpoint_of_another_first_toke
         assert distance(warm, cold) <= LOGPROB_BAR
 
 
+def n_generated(rig: Rig) -> int:
+    _, (slot,) = rig.server.request("GET", "/slots")
+    return sum(each["n_decoded"] for each in slot.get("next_token", []))
+
+
 async def test_state_of_a_client_that_left_is_kept_though_a_point_just_below_is_reused(
     start_rig: StartRig,
 ) -> None:
@@ -259,9 +267,12 @@ async def test_state_of_a_client_that_left_is_kept_though_a_point_just_below_is_
         await rig.post("/completion", body | {"prompt": first})
         await rig.settled()
         await rig.restart()
-        endless = body | {"prompt": first + others, "n_predict": 4000, "stream": True}
-        async with rig.client.post(rig.base_url + "/completion", json=endless) as running:
-            await running.content.readline()
+        # Of an answer that is no stream only a save tells how far it came, and the file keeps all points.
+        running = asyncio.ensure_future(
+            rig.post("/completion", body | {"prompt": first + others, "n_predict": 4000})
+        )
+        await until(lambda: n_generated(rig) > 0)
+        running.cancel()
         await rig.settled()
         await rig.restart()
         tokens = first + others[:20] + others[:60]
