@@ -322,7 +322,7 @@ class CachedRequest:
         """
         process, answered = self._process, self._answered()
         for slot in [process.slots[slot_id] for slot_id in self._lease.held]:
-            content, is_running = slot.content, slot.is_running
+            content, is_running = slot.content, slot.is_running or answered is not None
             if is_emptied:
                 process.slots.set_content(slot.id, Empty())
                 continue
