@@ -33,7 +33,7 @@ Body = bytes | AsyncIterable[bytes] | None
 _OWN = {"Content-Type": "application/json", "Connection": "close"}
 """A new connection for each call: a kept one could still lead to a process that is going."""
 SENT_BY, OWN_ID = "X-Prefix-Cache-Sent-By", token_hex(8)
-"""A header of each request: without it, one that leads back to the proxy would go round without end."""
+"""A header of requests that are passed on: one that leads back to the proxy would go round without end."""
 QUICK_SECONDS = 10.0
 """For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
