@@ -16,7 +16,8 @@ def kinds_of_error(kind: type[ProxyError]) -> list[type[ProxyError]]:
     return [kind, *(deeper for sub in kind.__subclasses__() for deeper in kinds_of_error(sub))]
 
 
-KINDS = kinds_of_error(ProxyError)
+# Others are there or not, by what was imported before.
+KINDS = [kind for kind in kinds_of_error(ProxyError) if kind.__module__ == errors.__name__]
 OPENAI_TYPES = {
     404: "not_found_error",
     500: "server_error",
