@@ -285,21 +285,20 @@ async def wind_up(
     if process.queue.is_placing:
         return  # another request may be running there already
     left = process.slots[slot_id].content
-    n_held = await _n_held(process, slot_id)
+    n_tokens = (await n_held(process)).get(slot_id, 0)
     # Under *end only* nothing behind the last cut could be saved later.
-    if answered and not process.rule.is_end_only and answered.n_tokens <= n_held < process.n_ctx:
-        answered = replace(answered, n_tail=n_held - answered.n_tokens)
+    if answered and not process.rule.is_end_only and answered.n_tokens <= n_tokens < process.n_ctx:
+        answered = replace(answered, n_tail=n_tokens - answered.n_tokens)
         process.slots.refine(slot_id, left, request.as_left(answered))
     else:
         await process.saves.begin(slot_id)
 
 
-async def _n_held(process: Process, slot_id: SlotId) -> int:
-    """Return how many tokens a slot holds; 0 if llama-server does not tell."""
+async def n_held(process: Process) -> dict[SlotId, int]:
+    """Return how many tokens each slot holds; 0, or no slot, where llama-server does not tell."""
     with suppress(UpstreamFault):
-        states = await process.slot_states()
-        return sum(state.n_held or 0 for state in states if state.id == slot_id)
-    return 0
+        return {SlotId(state.id): state.n_held or 0 for state in await process.slot_states()}
+    return {}
 
 
 SlotIds = Callable[[], Collection[SlotId]]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from proxy.core.messages import Route
 from proxy.core.model import SlotId
@@ -12,7 +12,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama import requests
 from proxy.llama.answers import Answer
-from proxy.serving.launches import LastTasks, begun_since, last_tasks, outlast, see_through
+from proxy.serving.launches import LastTasks, begun_since, last_tasks, n_held, outlast, see_through
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease
 from proxy.serving.request import NO_READ, OnStart, Request, do_nothing
@@ -182,13 +182,11 @@ class UncachedRequest:
         process = self._process
         if self._n_slots == 1 or process.shares_cells or not slot_ids:
             return
-        n_held: dict[int, int] = {}
-        with suppress(UpstreamFault):
-            n_held = {state.id: state.n_held or 0 for state in await process.slot_states()}
+        n_tokens = await n_held(process)
         # A request of /v1/messages that is just starting would be thought to run in that slot.
         await process.queue.until_unheld()
         with process.faults.suppressed("erase", UpstreamFault):
-            await process.overwrite(min(slot_ids, key=lambda slot_id: n_held.get(slot_id, 0)))
+            await process.overwrite(min(slot_ids, key=lambda slot_id: n_tokens.get(slot_id, 0)))
 
     def _choose(self) -> Choice | None:
         slots = self._process.slots

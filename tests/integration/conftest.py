@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from proxy.servers import background
 from proxy.servers import server as lifecycle
 from proxy.serving import launches as abandoned
 from proxy.web import writer
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.rig import Rig
+from tests.lab.waiting import HANG_SECONDS
 
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
@@ -35,6 +37,13 @@ SETTINGS = (
     "shared_store",
     "ahead_seconds",
 )
+
+
+def evaluate_ahead_at_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Have the proxy evaluate ahead as soon as it may; return settings for such a rig."""
+    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    return {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from proxy.core.saving import StateSize, is_write_back_due
 from proxy.core.slots import TAINTED, Known, SlotPhase
 from proxy.errors import NoRoom
 from proxy.llama.files import read_state_file
-from proxy.servers import background
 from proxy.servers.background import is_due
 from proxy.serving import planning, saver
 from proxy.serving.process import Process
@@ -24,7 +23,7 @@ from proxy.store.files import StateFiles
 from proxy.store.store import N_NEWEST, CheckpointStore
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
-from tests.integration.conftest import StartRig
+from tests.integration.conftest import StartRig, evaluate_ahead_at_once
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, text
 from tests.lab.steady import measure_an_idle_machine
 from tests.lab.waiting import HANG_SECONDS, until
@@ -155,9 +154,7 @@ async def test_idle_slot_is_not_saved_while_two_of_its_files_wait_for_the_disk(
 async def test_nothing_is_evaluated_ahead_over_what_the_disk_cannot_take_yet(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
-    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    how = evaluate_ahead_at_once(monkeypatch)
     async with start_rig(n_slots=1, **how) as rig:
         process = await rig.attached()
         for _ in range(2):

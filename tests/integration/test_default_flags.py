@@ -13,14 +13,13 @@ from proxy.core.messages import Kind
 from proxy.core.model import SlotId
 from proxy.core.rates import Transfer, UnitCost
 from proxy.core.slots import Known
-from proxy.servers import background
 from proxy.serving import planning, uncached
 from proxy.serving.launches import Launches, begun_since
 from proxy.serving.saver import Saver
 from proxy.store.store import CheckpointStore
 from tests.fakes.faults import Faults, Gate
 from tests.fakes.slots import Memory
-from tests.integration.conftest import StartRig
+from tests.integration.conftest import StartRig, evaluate_ahead_at_once
 from tests.integration.rig import (
     CHAT,
     COMPLETION,
@@ -384,9 +383,7 @@ async def generate_beside(rig: Rig, name: str) -> "asyncio.Task[Reply]":
 async def test_evaluating_ahead_loses_nothing_in_other_slots(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
-    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    how = evaluate_ahead_at_once(monkeypatch)
     async with start_rig(n_slots=2, faults=clearing(), **how) as rig:
         streaming = await generate_beside(rig, "a")
         messages = question("b")
@@ -417,8 +414,7 @@ async def test_self_test_in_a_slot_with_work_that_no_file_has_saves_it_and_ends(
 async def test_evaluating_ahead_goes_on_without_a_state_that_saves_took_the_place_of(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    evaluate_ahead_at_once(monkeypatch)
     clear_others, store, removed = Launches.clear_others, list[CheckpointStore](), list[str]()
 
     async def clear_and_evict(launches: Launches) -> None:

@@ -12,9 +12,9 @@ from proxy.core.rates import Rates
 from proxy.core.slots import TAINTED, Known
 from proxy.servers import background
 from tests.fakes.llama_server import Seen
-from tests.integration.conftest import StartRig
+from tests.integration.conftest import StartRig, evaluate_ahead_at_once
 from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, next_question, question
-from tests.lab.waiting import HANG_SECONDS, until
+from tests.lab.waiting import until
 
 
 def who(request: Seen) -> str:
@@ -314,10 +314,8 @@ async def test_nothing_is_evaluated_ahead_while_a_request_is_read(
         looks.append(about)
         return lease_if_idle(*about)
 
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
     monkeypatch.setattr(background, "_lease_if_idle", look)
-    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    how = evaluate_ahead_at_once(monkeypatch)
     async with start_rig(n_slots=1, **how) as rig:
         gate, first = await occupy(rig)
         reading = rig.server.hold("tokenize", n_calls=1)
@@ -337,9 +335,7 @@ async def test_request_does_not_wait_for_evaluating_ahead_that_waits_until_all_i
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was begun behind another conversation's answer is not over yet."""
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
-    how: dict[str, Any] = {"idle_save_seconds": 60.0, "ahead_seconds": HANG_SECONDS}
+    how = evaluate_ahead_at_once(monkeypatch)
     async with start_rig(n_slots=2, **how) as rig:
         save = rig.server.hold("save", n_calls=1)
         await rig.chat("a", prompt_cache_key="a")

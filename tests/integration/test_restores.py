@@ -17,7 +17,7 @@ from proxy.serving import planning
 from proxy.store.files import StateFiles
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
-from tests.integration.conftest import StartRig
+from tests.integration.conftest import StartRig, evaluate_ahead_at_once
 from tests.integration.rig import Rig, hang_up, next_question, question, text
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -51,8 +51,7 @@ def restore_ahead(monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint) -> No
         restored = Candidate(checkpoint, checkpoint.n_tokens)
         return SimpleNamespace(start=Start(slot_id, 1, restored=restored))
 
-    monkeypatch.setattr(background, "_IDLE_SECONDS", 0.01)
-    monkeypatch.setattr(background, "_WORTH_SECONDS", 0.0)
+    evaluate_ahead_at_once(monkeypatch)
     monkeypatch.setattr(background, "plan_in", restore)
 
 
